@@ -1,0 +1,217 @@
+"""The job document: one strict schema for REST (JSON) and files (TOML); unknown keys are errors.
+
+Every field does something; nothing is read past this schema. Token budgets are tokens, not bytes.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+GraderName = Literal["math", "aime", "arithmetic"]
+DataFormat = Literal["auto", "prompt", "dapo", "gsm8k", "math500", "aime", "deepmath"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSection(_Section):
+    rollout_checkpoint: str
+    """Directory in the release layout; gives the samplers their architecture and tokenizer."""
+    actor_checkpoint: str | None = None
+    """Where the actor's first weights come from; default: the rollout checkpoint, dequantised."""
+
+
+class DataSection(_Section):
+    path: str | None = None
+    """Local JSONL or parquet file; `$DATA_ROOT` and other variables are expanded."""
+    dataset: str | None = None
+    """Hugging Face data set id, where there is a network."""
+    split: str = "train"
+    """Split of `dataset`; a local file has none."""
+    format: DataFormat = "auto"
+    """How a row is read; `auto` decides by the first row's keys."""
+    prompt_template: str = "{problem}"
+    """What the policy is asked; `{problem}` is the row's text."""
+    shuffle: bool = True
+    """Draw rows in an order given by the job's seed, anew each epoch."""
+    max_rows: int | None = Field(None, gt=0)
+    """Use only the first rows of the file."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("give either path or dataset")
+        if "{problem}" not in self.prompt_template:
+            raise ValueError(f"prompt_template {self.prompt_template!r} lacks {{problem}}")
+        return self
+
+
+class SamplingSection(_Section):
+    groups_per_step: int = Field(16, gt=0)
+    samples_per_prompt: int = Field(8, gt=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0 keeps every token."""
+    context_length: int = Field(gt=0)
+    """Prompt and response together; longer prompts are skipped and counted."""
+    max_response_tokens: int = Field(gt=0)
+    oversampling: float = Field(1.0, ge=1.0, le=8.0)
+    """Groups in flight per step beyond those needed; the surplus is dropped and counted."""
+    dynamic: bool = True
+    """Drop groups whose scores do not differ and draw others instead."""
+    max_redraws: float = Field(8.0, ge=1.0)
+    """Groups drawn per step, as a multiple of groups_per_step, before the step is cut short."""
+
+
+class AlgorithmSection(_Section):
+    name: Literal["grpo"] = "grpo"
+    max_lag: int = Field(0, ge=0, le=64)
+    """Versions a trained sample may be behind; 0 is strictly on-policy."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    tis: bool = True
+    """Truncated importance sampling against the sampler's own log-probabilities."""
+    tis_cap: float = Field(2.0, ge=1.0)
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    normalise_by_std: bool = True
+    """Divide group-centred rewards by their standard deviation (GRPO)."""
+    updates_per_batch: int = Field(1, gt=0, le=16)
+    max_bad_logprob_share: float = Field(0.05, ge=0, le=1)
+    """A step with more unusable sampler log-probabilities than this is refused."""
+
+
+class OptimizerSection(_Section):
+    learning_rate: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.98, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+
+
+class ActorSection(_Section):
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_tokens_per_gpu: int = Field(8192, gt=0)
+    """Token budget of one micro-batch, padding included."""
+    freeze_router: bool = True
+    """Keep the gates' weights and biases as they are."""
+    clamp_shared_expert: bool = True
+    """The same flag is read by the sampler."""
+    num_threads: int = Field(1, gt=0)
+    """CPU threads of each rank."""
+    optimizer: OptimizerSection = OptimizerSection()
+
+
+class RolloutSection(_Section):
+    engine: Literal["embedded"] = "embedded"
+    max_running_requests: int = Field(128, gt=0)
+    """Completions decoded at the same time by one server."""
+    quantise_activations: bool = True
+    """Fake-quantise inputs of FP8 linears, the KV cache and the indexer as the release does."""
+    weights: Literal["quantised", "float32"] = "quantised"
+    """float32 serves unquantised weights, to measure what quantisation costs."""
+    num_threads: int = Field(1, gt=0)
+
+
+class UpdateSection(_Section):
+    max_shard_bytes: int = Field(64 * 2**20, gt=0)
+    pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
+    deadline_s: float = Field(120.0, gt=0)
+    """A server that has not committed by then is quarantined until it has caught up."""
+    probe_sequences: int = Field(4, ge=0)
+    """Fixed prompts scored after each restore and compared with the trainer; 0 skips the probe."""
+    probe_max_mean_abs_delta: float = Field(0.5, gt=0)
+    keep_versions: int = Field(3, ge=1)
+
+
+class RewardSection(_Section):
+    grader: GraderName = "math"
+    timeout_s: float = Field(5.0, gt=0)
+    """Wall-clock limit of one check, enforced from outside."""
+    unscored: Literal["drop_group", "zero"] = "drop_group"
+    """What a group with an unparseable, timed-out or failed check becomes. Unparseable text is an
+    answer that earns nothing under `zero`; time-outs and errors drop the group either way."""
+
+
+class EvalSection(_Section):
+    suite: str
+    """Name shown in reports."""
+    data: DataSection
+    every_steps: int = Field(10, gt=0)
+    samples_per_problem: int = Field(8, gt=0)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_response_tokens: int = Field(gt=0)
+    grader: GraderName = "aime"
+    deadline_s: float = Field(600.0, gt=0)
+    max_problems: int | None = Field(None, gt=0)
+
+
+class CheckpointSection(_Section):
+    every_steps: int = Field(10, gt=0)
+    keep_last: int = Field(2, gt=0)
+
+
+class BoundsSection(_Section):
+    """A job beyond its bounds is paused instead of trained on a broken policy."""
+
+    max_mean_abs_delta_logprob: float = Field(1.0, gt=0)
+    step_deadline_s: float = Field(1800.0, gt=0)
+    """Longest wait for one step's groups; the error says which stage they are in."""
+
+
+class Job(_Section):
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
+    seed: int = Field(0, ge=0)
+    steps: int = Field(gt=0)
+    model: ModelSection
+    data: DataSection
+    sampling: SamplingSection
+    algorithm: AlgorithmSection = AlgorithmSection()
+    actor: ActorSection = ActorSection()
+    rollout: RolloutSection = RolloutSection()
+    update: UpdateSection = UpdateSection()
+    reward: RewardSection = RewardSection()
+    eval: EvalSection | None = None
+    checkpoint: CheckpointSection = CheckpointSection()
+    bounds: BoundsSection = BoundsSection()
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        if self.sampling.max_response_tokens >= self.sampling.context_length:
+            raise ValueError(
+                f"sampling.max_response_tokens {self.sampling.max_response_tokens} leaves no room "
+                f"for a prompt in sampling.context_length {self.sampling.context_length}"
+            )
+        if self.sampling.context_length > self.actor.max_tokens_per_gpu:
+            raise ValueError(
+                f"actor.max_tokens_per_gpu {self.actor.max_tokens_per_gpu} is below "
+                f"sampling.context_length {self.sampling.context_length}"
+            )
+        return self
+
+    @property
+    def warnings(self) -> list[str]:
+        if self.eval is None:
+            return ["no eval section: the online reward alone is biased by dynamic sampling"]
+        return []
+
+
+def load_job_file(path: Path) -> dict[str, object]:
+    """The raw document of a TOML job file; validate it with `Job.model_validate`."""
+    with path.open("rb") as file:
+        return tomllib.load(file)
+
+
+def expand_path(path: str) -> Path:
+    """Expand `$VARIABLES` and `~`; an unset variable is an error that names it."""
+    expanded = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111
+    if "$" in expanded:
+        raise ValueError(f"{path}: a variable in it is not set")
+    return Path(expanded)

@@ -1,0 +1,249 @@
+"""Every message that crosses a stream: typed, msgpack on the wire, arrays as raw bytes.
+
+Adding an optional field keeps `version`; readers ignore unknown fields. Anything else is a new
+class beside the old one until no old message can be in flight. Invariants are checked here, where a
+message is built, so nobody checks again.
+"""
+
+import math
+from typing import Annotated, Any, Literal, Self, cast
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.arrays import Float32, Int32, Uint8
+from shared.errors import Rejected
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_NESTING = 32
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+
+    def pack(self) -> bytes:
+        return cast(bytes, msgpack.packb(self.model_dump()))
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Self:
+        """Decode and validate; a body that can never become right raises `Rejected`."""
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise Rejected(f"{cls.__name__}: {len(body)} bytes exceed {MAX_MESSAGE_BYTES}")
+        try:
+            return cls.model_validate(msgpack.unpackb(body))
+        except ValidationError as err:
+            first = err.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise Rejected(f"{cls.__name__}.{place}: {first['msg']}") from err
+        except (ValueError, msgpack.UnpackException, RecursionError) as err:
+            raise Rejected(f"{cls.__name__}: not msgpack ({err})") from err
+
+
+class SamplingParams(Message):
+    """How one completion is sampled; recorded log-probabilities are at `temperature`."""
+
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0 keeps every token")
+    max_response_tokens: int = Field(gt=0)
+    stop_token_ids: list[int] = []
+
+
+class PromptGroup(Message):
+    """One prompt to be sampled `num_samples` times. Example group_id: 'demo-1f3a.g000017'."""
+
+    version: Literal[1] = 1
+    job_id: str
+    group_id: str
+    draw: int = Field(description="position in the job's order of draws")
+    prompt_token_ids: Int32  # [P]
+    prompt_text: str = ""
+    gold: str
+    grader: str
+    num_samples: int = Field(gt=0)
+    sampling: SamplingParams
+    seed: int = Field(description="sample i of the group is seeded by (seed, i)")
+    min_policy_version: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _has_a_prompt(self) -> Self:
+        if len(self.prompt_token_ids) == 0:
+            raise ValueError("prompt_token_ids is empty")
+        return self
+
+
+class VersionSpan(Message):
+    """`num_tokens` consecutive response tokens were sampled by `policy_version`."""
+
+    policy_version: int = Field(ge=0)
+    num_tokens: int = Field(gt=0)
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Rollout(Message):
+    """One sampled completion: R response tokens (the stop token included) and their log-probs."""
+
+    rollout_id: str
+    response_token_ids: Int32  # [R]
+    logprobs: Float32  # [R] of the sampled tokens, at the sampling temperature
+    version_spans: list[VersionSpan]
+    finish_reason: FinishReason
+    text: str = Field(description="decoded response, stop token left out")
+    expert_ids: Uint8 | None = None  # flattened [P + R - 1, layers, experts per token]
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        length = len(self.response_token_ids)
+        if len(self.logprobs) != length:
+            raise ValueError(f"{len(self.logprobs)} logprobs for {length} response tokens")
+        spans = sum(span.num_tokens for span in self.version_spans)
+        if spans != length:
+            raise ValueError(f"version_spans cover {spans} of {length} response tokens")
+        return self
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version in it; None for an empty response."""
+        return min((span.policy_version for span in self.version_spans), default=None)
+
+
+class RolloutGroup(Message):
+    """All completions of one prompt, ready to be graded."""
+
+    version: Literal[1] = 1
+    prompt: PromptGroup
+    replica: str
+    rollouts: list[Rollout]
+    sampled_at_s: float
+    sampling_s: float
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if len(self.rollouts) != self.prompt.num_samples:
+            expected = self.prompt.num_samples
+            raise ValueError(f"{len(self.rollouts)} rollouts, num_samples is {expected}")
+        return self
+
+
+class Score(Message):
+    kind: Literal["score"] = "score"
+    value: float
+    extracted: str = Field("", description="the answer the grader read")
+    reason: str = ""
+
+    @model_validator(mode="after")
+    def _finite(self) -> Self:
+        if not math.isfinite(self.value):
+            raise ValueError(f"value {self.value} is not finite")
+        return self
+
+
+class Unparseable(Message):
+    kind: Literal["unparseable"] = "unparseable"
+    reason: str = ""
+
+
+class Timeout(Message):
+    kind: Literal["timeout"] = "timeout"
+    after_s: float
+
+
+class GraderError(Message):
+    kind: Literal["error"] = "error"
+    reason: str
+
+
+Outcome = Annotated[Score | Unparseable | Timeout | GraderError, Field(discriminator="kind")]
+
+
+class ScoredGroup(Message):
+    """A graded group: outcome i belongs to rollout i. Only a `Score` reaches an advantage."""
+
+    version: Literal[1] = 1
+    group: RolloutGroup
+    outcomes: list[Outcome]
+    grading_s: float
+
+    @model_validator(mode="after")
+    def _one_outcome_each(self) -> Self:
+        if len(self.outcomes) != len(self.group.rollouts):
+            raise ValueError(f"{len(self.outcomes)} outcomes, {len(self.group.rollouts)} rollouts")
+        return self
+
+
+class TrainingSample(Message):
+    """One rollout as the actor sees it: T = P prompt + R response tokens."""
+
+    rollout_id: str
+    group_id: str
+    token_ids: Int32  # [P + R]
+    num_prompt_tokens: int = Field(gt=0)
+    sampler_logprobs: Float32  # [R]
+    advantage: float
+    reward: float
+    oldest_version: int
+    expert_ids: Uint8 | None = None
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        num_response = len(self.token_ids) - self.num_prompt_tokens
+        if num_response != len(self.sampler_logprobs):
+            raise ValueError(f"{len(self.sampler_logprobs)} logprobs, {num_response} tokens")
+        return self
+
+
+class TrainingBatch(Message):
+    """Everything one optimiser step needs; durable in the redo log before the step is taken."""
+
+    version: Literal[1] = 1
+    job_id: str
+    step: int = Field(ge=1, description="the step that this batch becomes; counts from 1")
+    policy_version: int = Field(ge=0, description="the version being trained")
+    temperature: float = Field(gt=0)
+    samples: list[TrainingSample]
+    group_ids: list[str]
+
+
+class JobAnnounced(Message):
+    """What services must know of the job in progress; `state` ends with 'finished'."""
+
+    version: Literal[1] = 1
+    job_id: str
+    state: Literal["active", "finished"]
+    trainer_url: str
+    job: dict[str, Any] = Field(description="the resolved job document (shared/job.py)")
+
+
+class WeightsAnnounced(Message):
+    """Version `policy_version` is current: a server that serves less takes no new work."""
+
+    version: Literal[1] = 1
+    job_id: str
+    policy_version: int
+    trainer_url: str
+    published_at_s: float
+
+
+class EvalRequested(Message):
+    """Evaluate exactly `policy_version` on `replica`, which is held at it until the result."""
+
+    version: Literal[1] = 1
+    job_id: str
+    eval_id: str
+    policy_version: int
+    step: int
+    deadline_s: float = Field(description="unix time after which the result is not waited for")
+
+
+class Event(Message):
+    """Something a service saw; `fields` are plain JSON values. Example name: 'group_sampled'."""
+
+    version: Literal[1] = 1
+    name: str
+    job_id: str
+    service: str
+    replica: str
+    at_s: float
+    fields: dict[str, Any] = {}

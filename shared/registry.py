@@ -1,0 +1,71 @@
+"""Who is there: replicas register themselves under a lease and vanish with it."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+from redis.asyncio import Redis
+
+from shared import topology
+from shared.messages import Message
+
+LEASE_S = 6.0
+
+ServerState = Literal["idle", "starting", "waiting_for_weights", "serving", "updating", "stopped"]
+
+
+class Replica(Message):
+    """One live replica of a service. For rollout servers the last four fields are filled."""
+
+    service: Literal["rollout", "reward", "evaluator", "trainer"]
+    name: str
+    url: str
+    pid: int
+    job_id: str | None = None
+    state: ServerState = "idle"
+    engine: str = ""
+    policy_version: int | None = None
+
+
+async def register(redis: Redis, record: Replica) -> None:
+    """Write the record with a fresh lease."""
+    key = topology.replica(record.service, record.name)
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.set(key, record.pack(), px=int(LEASE_S * 1000))
+        pipe.sadd(topology.REPLICAS, key)
+        await pipe.execute()
+
+
+async def unregister(redis: Redis, service: str, name: str) -> None:
+    key = topology.replica(service, name)
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.delete(key)
+        pipe.srem(topology.REPLICAS, key)
+        await pipe.execute()
+
+
+async def keep_registered(
+    redis: Redis, describe: Callable[[], Replica], stop: asyncio.Event
+) -> None:
+    """Renew the lease (and the record) until `stop`, then leave."""
+    record = describe()
+    while not stop.is_set():
+        record = describe()
+        await register(redis, record)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), LEASE_S / 4)
+    await unregister(redis, record.service, record.name)
+
+
+async def live_replicas(redis: Redis, service: str) -> list[Replica]:
+    """Registered replicas of one service, sorted by name; expired ones are forgotten."""
+    keys = sorted(cast(set[bytes], await cast(Any, redis.smembers(topology.REPLICAS))))
+    if not keys:
+        return []
+    bodies = await redis.mget(keys)
+    expired = [key for key, body in zip(keys, bodies, strict=True) if body is None]
+    if expired:
+        await cast(Any, redis.srem(topology.REPLICAS, *expired))
+    records = [Replica.unpack(body) for body in bodies if body is not None]
+    return [record for record in records if record.service == service]

@@ -1,0 +1,93 @@
+"""What one published version consists of: canonical tensors cut into shards, each checksummed.
+
+Names and formats are the release's (codes and scales are separate tensors). The manifest is written
+last, so a version without one is unfinished and never offered.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MANIFEST_FILE = "manifest.json"
+
+DType = Literal["F32", "BF16", "F8_E4M3", "F8_E8M0", "I8", "I32", "I64"]
+BYTES_PER_ITEM: dict[DType, int] = {
+    "F32": 4,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I8": 1,
+    "I32": 4,
+    "I64": 8,
+}
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="xxh3-128, hexadecimal")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorEntry(_Strict):
+    """Bytes [offset, offset + num_bytes) of shard `shard` are this tensor, C order."""
+
+    name: str
+    shape: list[int]
+    dtype: DType
+    shard: int = Field(ge=0)
+    offset: int = Field(ge=0)
+    num_bytes: int = Field(ge=0)
+    checksum: Checksum
+
+    @model_validator(mode="after")
+    def _bytes_fit_shape(self) -> Self:
+        expected = BYTES_PER_ITEM[self.dtype]
+        for size in self.shape:
+            expected *= size
+        if expected != self.num_bytes:
+            raise ValueError(
+                f"{self.name}: {self.num_bytes} bytes, but {self.dtype}{self.shape} has {expected}"
+            )
+        return self
+
+
+class ShardEntry(_Strict):
+    """One file or ranged resource; `index` is its place in the manifest's list."""
+
+    index: int = Field(ge=0)
+    num_bytes: int = Field(ge=0)
+    checksum: Checksum
+
+
+class Manifest(_Strict):
+    """All tensors of `policy_version`. Shard i is served at `…/v1/weights/{version}/shards/{i}`."""
+
+    format: Literal[1] = 1
+    job_id: str
+    policy_version: int = Field(ge=0)
+    shards: list[ShardEntry]
+    tensors: list[TensorEntry]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.shards)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for place, shard in enumerate(self.shards):
+            if shard.index != place:
+                raise ValueError(f"shard {place} carries index {shard.index}")
+        names: set[str] = set()
+        for tensor in self.tensors:
+            if tensor.name in names:
+                raise ValueError(f"{tensor.name} is listed twice")
+            names.add(tensor.name)
+            if tensor.shard >= len(self.shards):
+                raise ValueError(f"{tensor.name}: shard {tensor.shard} of {len(self.shards)}")
+            end = tensor.offset + tensor.num_bytes
+            if end > self.shards[tensor.shard].num_bytes:
+                raise ValueError(f"{tensor.name} ends at {end}, beyond its shard")
+        return self
+
+
+def shard_file(index: int) -> str:
+    return f"shard-{index:05d}.bin"
