@@ -1,0 +1,57 @@
+# The one entry for people and for CI. Each target makes the virtual environment that it needs.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo real-data test test-fast test-slow check format bench policy clean
+
+help:             ## show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.runtime  ## train the tiny policy on this machine; DEMO_ARGS="--steps 20 --seed 1"
+	@$(BIN)/python -m services.cli demo $(DEMO_ARGS)
+
+real-data: $(VENV)/.runtime  ## two steps on DAPO prompts and AIME-2024; needs DATA_ROOT
+	@$(BIN)/python -m services.cli demo --job configs/real-data.toml $(DEMO_ARGS)
+
+test: $(VENV)/.dev  ## all tests of this machine
+	$(BIN)/python -m pytest -q $(TEST_ARGS)
+
+test-fast: $(VENV)/.dev  ## without the end-to-end runs
+	$(BIN)/python -m pytest -q -m "not slow" $(TEST_ARGS)
+
+check: $(VENV)/.dev  ## format, lint, types, layering
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev  ## let ruff format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+policy: $(VENV)/.runtime  ## make assets/tiny-dsv4 anew (minutes)
+	$(BIN)/python -m scripts.make_tiny_policy
+
+clean:            ## remove the environment, runs and caches
+	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+	  f"Tandem needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try make PYTHON=python3.11")'
+	@echo "making $(VENV) (once)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: requirements/services.txt requirements/trainer.txt requirements/megatron.txt requirements/constraints.txt | $(VENV)/bin/python
+	@echo "installing what the services need into $(VENV) (once, a few minutes)"
+	@$(PIP) -r requirements/services.txt -r requirements/trainer.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/megatron.txt
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
+	@echo "installing what the tests need into $(VENV) (once)"
+	@$(PIP) -r requirements/dev.txt
+	@touch $@
