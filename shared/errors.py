@@ -1,0 +1,74 @@
+"""Every error that Tandem raises on purpose.
+
+TandemError
+├── Retryable          leave the message unacked: it comes again, and this does not count against it
+├── Rejected           bury the message now: it can never become right
+├── Fatal              this process cannot go on: end it, the supervisor starts another
+├── ConfigInvalid      a setting is wrong; the text is one sentence for people
+├── DeadlineExceeded   a wait ended without its event
+├── HttpFailed         a request was answered with an error, or not at all
+├── ChannelClosed      the engine child (or its parent) went away
+├── RemoteError        the engine child failed; carries the child's error by name
+├── WeightsCorrupt     bytes of a weight version are not what its manifest says
+└── StackFailed        a program of the local stack cannot be started
+
+Anything else that a handler raises is a bug or a poison message: it is logged, counted against the
+message, and the message is buried at its delivery limit.
+"""
+
+
+class TandemError(Exception):
+    pass
+
+
+class Retryable(TandemError):
+    pass
+
+
+class Rejected(TandemError):
+    pass
+
+
+class Fatal(TandemError):
+    pass
+
+
+class ConfigInvalid(TandemError):
+    pass
+
+
+class DeadlineExceeded(TandemError):
+    def __init__(self, what: str, after_s: float) -> None:
+        super().__init__(f"waited {after_s:g} s for {what}")
+        self.what = what
+        self.after_s = after_s
+
+
+class HttpFailed(TandemError):
+    """`status` is None when no answer arrived; `body` is an excerpt, or the cause."""
+
+    def __init__(self, method: str, url: str, status: int | None, body: str) -> None:
+        super().__init__(f"{method} {url}: {status or 'no answer'}: {body}")
+        self.method = method
+        self.url = url
+        self.status = status
+        self.body = body
+
+
+class ChannelClosed(TandemError):
+    pass
+
+
+class RemoteError(TandemError):
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+        self.text = text
+
+
+class WeightsCorrupt(TandemError):
+    pass
+
+
+class StackFailed(TandemError):
+    pass
