@@ -1,0 +1,141 @@
+"""FP4 weights: E2M1 codes, two a byte, one E8M0 scale per 32 values along K.
+
+The low nibble holds the even K index. A swap permutes values inside a scale group, so no statistic
+shows it: only outputs do.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shared.quant.fp8 import BLOCK, E8M0_BIAS, MIN_EXPONENT, power_of_two, scale_values
+
+GROUP = 32
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # code = sign · 8 + index
+MAX_LOSSLESS_SPREAD = 14  # exponents inside one FP8 block, for the conversion to be exact
+
+_HEADROOM = 6  # FP8 codes reach 6 · 2^6 = 384 < 448
+
+
+def quantise_fp4(weight_NK: Tensor, *, name: str = "tensor") -> tuple[Tensor, Tensor]:
+    """Packed codes (int8, [N, K/2]) and scales (E8M0, [N, K/32]).
+
+    K must be a multiple of 32. A NaN or an infinity is a ValueError that names the tensor.
+    """
+    rows, columns = weight_NK.shape
+    if columns % GROUP:
+        raise ValueError(f"{name}: expected K to be a multiple of {GROUP}, found {columns}")
+    groups = weight_NK.float().reshape(rows, columns // GROUP, GROUP)
+    peak = torch.maximum(groups.amax(-1), -groups.amin(-1))
+    if not peak.isfinite().all():
+        row, group = (~peak.isfinite()).nonzero()[0].tolist()
+        raise ValueError(f"{name}: NaN or infinity in row {row}, group {group}")
+    exponent = e2m1_exponent(peak)
+    codes = e2m1_codes(groups * power_of_two(-exponent)[..., None]).view(rows, columns)
+    return pack_nibbles(codes), power_of_two(exponent).to(torch.float8_e8m0fnu)
+
+
+def dequantise_fp4(packed: Tensor, scale: Tensor, *, name: str = "tensor") -> Tensor:
+    """FP32 values [N, K] of packed codes [N, K/2] (int8 or uint8) and scales [N, K/32]."""
+    rows, half = packed.shape
+    _check_scale_shape(packed, scale, name)
+    values = e2m1_values(unpack_nibbles(packed)).view(rows, -1, GROUP)
+    return (values * scale_values(scale, name=name)[..., None]).view(rows, 2 * half)
+
+
+def fp4_to_fp8(packed: Tensor, scale: Tensor, *, name: str = "tensor") -> tuple[Tensor, Tensor]:
+    """The same values as E4M3 in 128x128 blocks; raises ValueError if any would change.
+
+    The block's scale is its largest group scale / 64, so that a code becomes code · (scale / S).
+    """
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    _check_scale_shape(packed, scale, name)
+    values = e2m1_values(unpack_nibbles(packed)).view(rows, -1, GROUP)
+    exponent = scale.view(torch.uint8).int() - E8M0_BIAS
+    scale_values(scale, name=name)
+    used = (values != 0).any(-1)
+    high = _block_max(torch.where(used, exponent, -(2**30)))
+    block_exponent = torch.where(high == -(2**30), 0, high - _HEADROOM).clamp_(-E8M0_BIAS)
+    shift = exponent - _spread(block_exponent, exponent.shape)
+    shifted = values * torch.exp2(torch.where(used, shift, 0).float())[..., None]
+    codes = shifted.to(torch.float8_e4m3fn)
+    _refuse_loss(codes.float() != shifted, used, exponent, name)
+    return codes.view(rows, columns), power_of_two(block_exponent).to(torch.float8_e8m0fnu)
+
+
+def e2m1_exponent(absolute_max: Tensor) -> Tensor:
+    """int32 ⌈log2(max(amax, 6·2^-126) / 6)⌉, exactly."""
+    mantissa, exponent = torch.frexp(absolute_max)
+    rounded_up = exponent - 3 + (mantissa > 0.75).to(exponent.dtype)
+    return torch.where(absolute_max == 0, MIN_EXPONENT, rounded_up).clamp_(min=MIN_EXPONENT)
+
+
+def e2m1_codes(values: Tensor) -> Tensor:
+    """uint8 codes of values in [-6, 6]: nearest, ties to the even code."""
+    halfway = torch.tensor(
+        [(a + b) / 2 for a, b in pairwise(E2M1_VALUES)],
+        dtype=values.dtype,
+        device=values.device,
+    )
+    # A tie goes to the even code: between 2i and 2i+1 that is down, so the border moves up a hair.
+    halfway[::2] = halfway[::2].nextafter(torch.full_like(halfway[::2], 8))
+    index = torch.bucketize(values.abs(), halfway, right=True)
+    return (index + 8 * torch.signbit(values)).to(torch.uint8)
+
+
+def e2m1_values(codes: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of codes 0..15."""
+    table = torch.tensor(
+        [*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=dtype, device=codes.device
+    )
+    return table[codes.int()]
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """int8 [..., K/2] from uint8 codes [..., K]."""
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).view(torch.int8)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """uint8 codes [..., K] from bytes [..., K/2]."""
+    raw = packed.view(torch.uint8)
+    return torch.stack((raw & 0xF, raw >> 4), dim=-1).flatten(-2)
+
+
+def _check_scale_shape(packed: Tensor, scale: Tensor, name: str) -> None:
+    expected = (packed.shape[0], 2 * packed.shape[1] // GROUP)
+    if 2 * packed.shape[1] % GROUP or tuple(scale.shape) != expected:
+        raise ValueError(f"{name}: expected scales of shape {expected}, found {tuple(scale.shape)}")
+
+
+def _block_max(exponent: Tensor) -> Tensor:
+    """Largest exponent of every 128x128 block, from one per row and 32 columns."""
+    rows, groups = exponent.shape
+    per_block = BLOCK // GROUP
+    padding = (0, -groups % per_block, 0, -rows % BLOCK)
+    padded = functional.pad(exponent, padding, value=-(2**30))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // per_block, per_block)
+    return blocks.amax((1, 3))
+
+
+def _spread(block_exponent: Tensor, shape: torch.Size) -> Tensor:
+    rows = block_exponent.repeat_interleave(BLOCK, 0)[: shape[0]]
+    return rows.repeat_interleave(BLOCK // GROUP, 1)[:, : shape[1]]
+
+
+def _refuse_loss(changed: Tensor, used: Tensor, exponent: Tensor, name: str) -> None:
+    if not changed.any():
+        return
+    row, group, _ = changed.nonzero()[0].tolist()
+    block = (row // BLOCK, group // (BLOCK // GROUP))
+    where = (
+        slice(block[0] * BLOCK, (block[0] + 1) * BLOCK),
+        slice(block[1] * BLOCK // GROUP, (block[1] + 1) * BLOCK // GROUP),
+    )
+    found = exponent[where][used[where]]
+    raise ValueError(
+        f"{name}: scale exponents of block {block} differ by {int(found.max() - found.min())}, "
+        f"FP8 keeps FP4 values up to {MAX_LOSSLESS_SPREAD}"
+    )

@@ -1,0 +1,91 @@
+"""FP8 weights: E4M3 codes in 128x128 blocks, one power-of-two scale a block.
+
+The scale is rounded up before anything is quantised with it, so no code saturates and the stored
+scale is the one that was used; rounding it afterwards costs an order of magnitude in error.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 128
+E4M3_MAX = 448.0  # 0.875 · 2^9
+E8M0_BIAS = 127
+MIN_EXPONENT = -126  # keeps scale and 1/scale normal numbers in FP32
+
+_E4M3_NAN = 0x7F  # sign cleared; the format has no infinity
+
+
+def quantise_fp8(
+    weight_NK: Tensor, *, name: str = "tensor", scale_dtype: torch.dtype = torch.float8_e8m0fnu
+) -> tuple[Tensor, Tensor]:
+    """Codes (E4M3, [N, K]) and scales ([ceil(N/128), ceil(K/128)], E8M0 or FP32).
+
+    Edge blocks may be partial. A NaN or an infinity is a ValueError that names the tensor.
+    """
+    blocks = _as_blocks(weight_NK.float())
+    exponent = e4m3_exponent(_absolute_max(blocks, name))
+    codes = (blocks * power_of_two(-exponent)[:, None, :, None]).to(torch.float8_e4m3fn)
+    return _from_blocks(codes, weight_NK.shape), power_of_two(exponent).to(scale_dtype)
+
+
+def dequantise_fp8(codes_NK: Tensor, scale: Tensor, *, name: str = "tensor") -> Tensor:
+    """FP32 values of E4M3 codes; `scale` is E8M0 (an exponent, not a number) or FP32."""
+    expected = tuple(math.ceil(size / BLOCK) for size in codes_NK.shape)
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"{name}: expected scales of shape {expected}, found {tuple(scale.shape)}")
+    _refuse_bad_codes(codes_NK, name)
+    values = _as_blocks(codes_NK.float()) * scale_values(scale, name=name)[:, None, :, None]
+    return _from_blocks(values, codes_NK.shape)
+
+
+def e4m3_exponent(absolute_max: Tensor) -> Tensor:
+    """int32 ⌈log2(amax / 448)⌉, exactly; 0 where a group is all zeros."""
+    mantissa, exponent = torch.frexp(absolute_max)
+    rounded_up = exponent - 9 + (mantissa > E4M3_MAX / 512).to(exponent.dtype)
+    return torch.where(absolute_max == 0, 0, rounded_up).clamp_(min=MIN_EXPONENT)
+
+
+def power_of_two(exponent: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """2^exponent for int32 exponents in [-127, 127], exactly."""
+    return (exponent + E8M0_BIAS).to(torch.uint8).view(torch.float8_e8m0fnu).to(dtype)
+
+
+def scale_values(scale: Tensor, *, name: str = "tensor") -> Tensor:
+    """Scales as FP32 numbers; E8M0 byte 255 and other non-finite scales are refused."""
+    if scale.dtype not in (torch.float8_e8m0fnu, torch.float32):
+        raise ValueError(f"{name}: expected scales in E8M0 or FP32, found {scale.dtype}")
+    values = scale.float()
+    if not values.isfinite().all():
+        raise ValueError(f"{name}: expected finite scales, found NaN or infinity")
+    return values
+
+
+def _absolute_max(blocks: Tensor, name: str) -> Tensor:
+    peak = torch.maximum(blocks.amax(3), -blocks.amin(3)).amax(1)
+    if not peak.isfinite().all():
+        row, column = (~peak.isfinite()).nonzero()[0].tolist()
+        raise ValueError(f"{name}: NaN or infinity in block ({row}, {column}), cannot be quantised")
+    return peak
+
+
+def _refuse_bad_codes(codes: Tensor, name: str) -> None:
+    if ((codes.view(torch.uint8) & _E4M3_NAN) == _E4M3_NAN).any():
+        raise ValueError(f"{name}: expected finite E4M3 codes, found NaN")
+
+
+def _as_blocks(matrix_NK: Tensor) -> Tensor:
+    """[N/128, 128, K/128, 128]; zeros fill the edge blocks."""
+    rows, columns = matrix_NK.shape
+    padding = (-columns % BLOCK, -rows % BLOCK)
+    if any(padding):
+        matrix_NK = functional.pad(matrix_NK, (0, padding[0], 0, padding[1]))
+    padded_rows, padded_columns = matrix_NK.shape
+    return matrix_NK.reshape(padded_rows // BLOCK, BLOCK, padded_columns // BLOCK, BLOCK)
+
+
+def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
+    rows, columns = blocks.shape[0] * BLOCK, blocks.shape[2] * BLOCK
+    return blocks.reshape(rows, columns)[: shape[0], : shape[1]].contiguous()
