@@ -1,0 +1,371 @@
+"""The books of one run: which group became what, durable before anything depends on it.
+
+    drawn ──> open ──┬──> trained   exactly once: in the transaction that stores its batch for redo
+      └──> skipped   └──> dropped   once, with a reason
+
+A group leaves `open` in one transaction and never returns (but for a whole batch that the learner
+refused, which becomes dropped). Messages may come twice and processes may die between any two
+lines: what counts is this file. The conductor's own events are written in the same transactions.
+"""
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shared.errors import TandemError
+from shared.messages import Event
+
+BOOKS_FILE = "books.sqlite"
+GroupState = Literal["open", "trained", "dropped", "skipped"]
+EvalState = Literal["open", "finished", "failed"]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups(
+    draw INTEGER PRIMARY KEY,
+    group_id TEXT NOT NULL UNIQUE,
+    state TEXT NOT NULL CHECK (state IN ('open', 'trained', 'dropped', 'skipped')),
+    min_policy_version INTEGER NOT NULL,
+    step INTEGER,
+    reason TEXT,
+    times_fed INTEGER NOT NULL DEFAULT 1,
+    arrived INTEGER NOT NULL DEFAULT 0,
+    CHECK ((state = 'trained') = (step IS NOT NULL)),
+    CHECK ((state IN ('dropped', 'skipped')) = (reason IS NOT NULL)));
+CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
+CREATE TABLE IF NOT EXISTS steps(
+    step INTEGER PRIMARY KEY,
+    policy_version INTEGER NOT NULL,
+    batch_facts TEXT NOT NULL,
+    result TEXT);
+CREATE TABLE IF NOT EXISTS redo(
+    step INTEGER PRIMARY KEY,
+    body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS evals(
+    eval_id TEXT PRIMARY KEY,
+    policy_version INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    replica TEXT NOT NULL,
+    deadline_s REAL NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('open', 'finished', 'failed')));
+CREATE TABLE IF NOT EXISTS journal(
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS notes(
+    key TEXT PRIMARY KEY,
+    value TEXT NOT NULL);
+"""
+
+
+class BooksViolated(TandemError):
+    """Something tried to count a group twice, or one that was never drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    draw: int
+    group_id: str
+    state: GroupState
+    min_policy_version: int
+    step: int | None
+    reason: str | None
+    times_fed: int
+    arrived: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Step `step` made policy `policy_version`; `result` is None until the ranks answered."""
+
+    step: int
+    policy_version: int
+    batch_facts: dict[str, Any]
+    result: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    eval_id: str
+    policy_version: int
+    step: int
+    replica: str
+    deadline_s: float
+    state: EvalState
+
+
+class Books:
+    """Calls are synchronous and thread-safe; each write is on disk when it returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    # Groups
+
+    def open_group(self, group_id: str, *, draw: int, min_policy_version: int) -> None:
+        """Take a slot for draw `draw`, which must be the next one."""
+        with self._writing():
+            self._expect_next(draw)
+            self._db.execute(
+                "INSERT INTO groups(draw, group_id, state, min_policy_version)"
+                " VALUES (?, ?, 'open', ?)",
+                (draw, group_id, min_policy_version),
+            )
+
+    def skip_draw(self, group_id: str, *, draw: int, reason: str, event: Event) -> None:
+        """Pass over draw `draw`: its prompt cannot be asked."""
+        with self._writing():
+            self._expect_next(draw)
+            self._db.execute(
+                "INSERT INTO groups(draw, group_id, state, min_policy_version, reason)"
+                " VALUES (?, ?, 'skipped', 0, ?)",
+                (draw, group_id, reason),
+            )
+            self._note_event(event)
+
+    def drop_group(self, group_id: str, *, reason: str, event: Event, arrived: bool) -> None:
+        """Give the slot of an open group back untrained."""
+        with self._writing():
+            changed = self._db.execute(
+                "UPDATE groups SET state = 'dropped', reason = ?, arrived = arrived OR ?"
+                " WHERE group_id = ? AND state = 'open'",
+                (reason, arrived, group_id),
+            ).rowcount
+            if changed != 1:
+                raise BooksViolated(f"{group_id} cannot be dropped ({reason}): it is not open")
+            self._note_event(event)
+
+    def note_arrival(self, group_id: str) -> bool:
+        """Whether this is the first time that a result of the group arrives."""
+        with self._writing():
+            changed = self._db.execute(
+                "UPDATE groups SET arrived = 1 WHERE group_id = ? AND arrived = 0", (group_id,)
+            ).rowcount
+        return changed == 1
+
+    def note_fed_again(self, group_id: str) -> None:
+        with self._writing():
+            self._db.execute(
+                "UPDATE groups SET times_fed = times_fed + 1 WHERE group_id = ?", (group_id,)
+            )
+
+    def group(self, group_id: str) -> Group | None:
+        rows = self._groups("SELECT * FROM groups WHERE group_id = ?", group_id)
+        return rows[0] if rows else None
+
+    def open_groups(self) -> list[Group]:
+        return self._groups("SELECT * FROM groups WHERE state = 'open' ORDER BY draw")
+
+    def groups_of_step(self, step: int) -> list[Group]:
+        return self._groups("SELECT * FROM groups WHERE step = ? ORDER BY draw", step)
+
+    def next_draw(self) -> int:
+        return int(self._one("SELECT COALESCE(MAX(draw), -1) + 1 FROM groups"))
+
+    def num_open(self) -> int:
+        return int(self._one("SELECT COUNT(*) FROM groups WHERE state = 'open'"))
+
+    def counts(self) -> dict[str, int]:
+        """Groups by state, and dropped and skipped ones by reason as `dropped:no_variance`."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT state, COALESCE(reason, ''), COUNT(*) FROM groups GROUP BY 1, 2"
+            ).fetchall()
+        counts = dict.fromkeys(("open", "trained", "dropped", "skipped"), 0)
+        for state, reason, number in rows:
+            counts[state] += number
+            if reason:
+                counts[f"{state}:{reason}"] = number
+        return counts
+
+    # Steps and the redo log
+
+    def commit_batch(
+        self,
+        step: int,
+        *,
+        body: bytes,
+        group_ids: Sequence[str],
+        policy_version: int,
+        batch_facts: Mapping[str, Any],
+    ) -> None:
+        """Count the groups as trained and keep their batch for redo: both or neither.
+
+        `policy_version` is the one that this step makes.
+        """
+        with self._writing():
+            if step != self.last_step() + 1:
+                raise BooksViolated(f"step {step} cannot follow step {self.last_step()}")
+            for group_id in group_ids:
+                changed = self._db.execute(
+                    "UPDATE groups SET state = 'trained', step = ?, arrived = 1"
+                    " WHERE group_id = ? AND state = 'open'",
+                    (step, group_id),
+                ).rowcount
+                if changed != 1:
+                    raise BooksViolated(f"{group_id} cannot be trained by step {step}: not open")
+            self._db.execute("INSERT INTO redo VALUES (?, ?)", (step, body))
+            self._db.execute(
+                "INSERT INTO steps VALUES (?, ?, ?, NULL)",
+                (step, policy_version, json.dumps(batch_facts)),
+            )
+
+    def finish_step(self, step: int, *, result: Mapping[str, Any], event: Event) -> None:
+        """Keep what the ranks answered; a second answer (after a replay) changes nothing."""
+        with self._writing():
+            changed = self._db.execute(
+                "UPDATE steps SET result = ? WHERE step = ? AND result IS NULL",
+                (json.dumps(result), step),
+            ).rowcount
+            if changed == 1:
+                self._note_event(event)
+
+    def refuse_step(self, step: int, *, reason: str, events: Iterable[Event]) -> None:
+        """Undo the newest batch, which the ranks would not train: its groups become dropped."""
+        with self._writing():
+            if step != self.last_step() or self.steps(step)[0].result is not None:
+                raise BooksViolated(f"step {step} cannot be refused any more")
+            self._db.execute(
+                "UPDATE groups SET state = 'dropped', step = NULL, reason = ? WHERE step = ?",
+                (reason, step),
+            )
+            self._db.execute("DELETE FROM redo WHERE step = ?", (step,))
+            self._db.execute("DELETE FROM steps WHERE step = ?", (step,))
+            for event in events:
+                self._note_event(event)
+
+    def last_step(self) -> int:
+        return int(self._one("SELECT COALESCE(MAX(step), 0) FROM steps"))
+
+    def steps(self, first: int = 1) -> list[Step]:
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT step, policy_version, batch_facts, result FROM steps"
+                " WHERE step >= ? ORDER BY step",
+                (first,),
+            ).fetchall()
+        return [
+            Step(step, version, json.loads(facts), json.loads(result) if result else None)
+            for step, version, facts, result in rows
+        ]
+
+    def redo_steps(self, after: int) -> list[int]:
+        """Steps whose batches follow `after`; a gap means the books cannot restore that state."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT step FROM redo WHERE step > ? ORDER BY step", (after,)
+            ).fetchall()
+        steps = [int(row[0]) for row in rows]
+        expected = list(range(after + 1, self.last_step() + 1))
+        if steps != expected:
+            raise BooksViolated(f"redo log holds steps {steps}, replay needs {expected}")
+        return steps
+
+    def redo_body(self, step: int) -> bytes:
+        return bytes(self._one("SELECT body FROM redo WHERE step = ?", step))
+
+    def trim_redo(self, up_to: int) -> None:
+        """Forget batches of steps that a checkpoint holds."""
+        with self._writing():
+            self._db.execute("DELETE FROM redo WHERE step <= ?", (up_to,))
+
+    # Evaluations
+
+    def open_eval(self, record: EvalRecord, event: Event) -> None:
+        with self._writing():
+            self._db.execute(
+                "INSERT INTO evals VALUES (?, ?, ?, ?, ?, 'open')",
+                (
+                    record.eval_id,
+                    record.policy_version,
+                    record.step,
+                    record.replica,
+                    record.deadline_s,
+                ),
+            )
+            self._note_event(event)
+
+    def close_eval(self, eval_id: str, *, state: EvalState, event: Event | None = None) -> bool:
+        """Whether the evaluation was still open."""
+        with self._writing():
+            changed = self._db.execute(
+                "UPDATE evals SET state = ? WHERE eval_id = ? AND state = 'open'", (state, eval_id)
+            ).rowcount
+            if changed and event is not None:
+                self._note_event(event)
+        return changed == 1
+
+    def evals(self) -> list[EvalRecord]:
+        with self._lock:
+            rows = self._db.execute("SELECT * FROM evals ORDER BY policy_version, eval_id")
+            return [EvalRecord(*row) for row in rows.fetchall()]
+
+    # Events and notes
+
+    def note_event(self, event: Event) -> None:
+        with self._writing():
+            self._note_event(event)
+
+    def journal(self, after: int) -> list[tuple[int, dict[str, Any]]]:
+        """The conductor's events with sequence numbers above `after`."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT seq, body FROM journal WHERE seq > ? ORDER BY seq", (after,)
+            ).fetchall()
+        return [(seq, json.loads(body)) for seq, body in rows]
+
+    def keep_note(self, key: str, value: str) -> None:
+        with self._writing():
+            self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, value))
+
+    def read_note(self, key: str) -> str | None:
+        with self._lock:
+            row = self._db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One transaction; an exception inside leaves the file as it was."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _expect_next(self, draw: int) -> None:
+        if draw != self.next_draw():
+            raise BooksViolated(f"draw {draw} is not the next one, {self.next_draw()}")
+
+    def _note_event(self, event: Event) -> None:
+        self._db.execute("INSERT INTO journal(body) VALUES (?)", (event.model_dump_json(),))
+
+    def _one(self, query: str, *parameters: Any) -> Any:
+        with self._lock:
+            row = self._db.execute(query, parameters).fetchone()
+        if row is None:
+            raise BooksViolated(f"nothing found by {query} {parameters}")
+        return row[0]
+
+    def _groups(self, query: str, *parameters: Any) -> list[Group]:
+        with self._lock:
+            rows = self._db.execute(query, parameters).fetchall()
+        return [
+            Group(draw, group_id, state, version, step, reason, times_fed, bool(arrived))
+            for draw, group_id, state, version, step, reason, times_fed, arrived in rows
+        ]

@@ -1,0 +1,188 @@
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from services.trainer.books import BOOKS_FILE, Books, BooksViolated, EvalRecord
+from shared.messages import Event
+
+
+def event(name: str = "group_dropped", **fields: object) -> Event:
+    return Event(
+        name=name, job_id="j", service="trainer", replica="t", at_s=1.0, fields=dict(fields)
+    )
+
+
+@pytest.fixture
+def books(tmp_path: Path):
+    books = Books(tmp_path / BOOKS_FILE)
+    yield books
+    books.close()
+
+
+def open_groups(books: Books, number: int) -> list[str]:
+    first = books.next_draw()
+    ids = [f"g{draw}" for draw in range(first, first + number)]
+    for draw, group_id in enumerate(ids, start=first):
+        books.open_group(group_id, draw=draw, min_policy_version=0)
+    return ids
+
+
+def commit(books: Books, step: int, ids: list[str]) -> None:
+    books.commit_batch(
+        step, body=b"batch %d" % step, group_ids=ids, policy_version=step, batch_facts={"n": 1}
+    )
+
+
+def drop(books: Books, group_id: str, reason: str = "no_variance") -> None:
+    books.drop_group(group_id, reason=reason, event=event(group_id=group_id), arrived=True)
+
+
+def test_every_drawn_group_is_counted_once(books: Books) -> None:
+    ids = open_groups(books, 5)
+    books.skip_draw("g5", draw=5, reason="too_long", event=event("prompt_skipped"))
+    drop(books, ids[0])
+    commit(books, 1, ids[1:3])
+    counts = books.counts()
+    assert counts == {
+        "open": 2,
+        "trained": 2,
+        "dropped": 1,
+        "skipped": 1,
+        "dropped:no_variance": 1,
+        "skipped:too_long": 1,
+    }
+    assert counts["open"] + counts["trained"] + counts["dropped"] + counts["skipped"] == 6
+    assert books.next_draw() == 6
+
+
+def test_draws_have_no_gap(books: Books) -> None:
+    open_groups(books, 1)
+    with pytest.raises(BooksViolated, match="draw 2 is not the next one, 1"):
+        books.open_group("g2", draw=2, min_policy_version=0)
+
+
+def test_trained_group_cannot_be_trained_again(books: Books) -> None:
+    ids = open_groups(books, 3)
+    commit(books, 1, ids[:2])
+    with pytest.raises(BooksViolated, match="g1 cannot be trained by step 2"):
+        commit(books, 2, [ids[2], ids[1]])
+    assert books.last_step() == 1
+    assert [group.group_id for group in books.open_groups()] == ["g2"]
+    assert books.redo_steps(0) == [1]
+
+
+@pytest.mark.parametrize("settled", ["trained", "dropped", "unknown"])
+def test_settled_group_cannot_be_dropped(books: Books, settled: str) -> None:
+    ids = open_groups(books, 1)
+    if settled == "trained":
+        commit(books, 1, ids)
+    elif settled == "dropped":
+        drop(books, ids[0])
+    else:
+        ids = ["stranger"]
+    before = books.counts(), len(books.journal(0))
+    with pytest.raises(BooksViolated, match="it is not open"):
+        drop(books, ids[0])
+    assert (books.counts(), len(books.journal(0))) == before
+
+
+def test_steps_follow_each_other(books: Books) -> None:
+    ids = open_groups(books, 2)
+    with pytest.raises(BooksViolated, match="step 2 cannot follow step 0"):
+        commit(books, 2, ids)
+    assert books.num_open() == 2
+
+
+def test_result_of_a_step_is_kept_once(books: Books) -> None:
+    commit(books, 1, open_groups(books, 1))
+    books.finish_step(1, result={"loss": 1.0}, event=event("step", step=1))
+    books.finish_step(1, result={"loss": 2.0}, event=event("step", step=1))
+    assert [step.result for step in books.steps()] == [{"loss": 1.0}]
+    assert [body["name"] for _, body in books.journal(0)] == ["step"]
+
+
+def test_redo_log_names_missing_batches(books: Books) -> None:
+    for step in (1, 2, 3):
+        commit(books, step, open_groups(books, 1))
+    books.trim_redo(1)
+    assert books.redo_steps(1) == [2, 3]
+    assert books.redo_body(2) == b"batch 2"
+    with pytest.raises(BooksViolated, match=r"holds steps \[2, 3\], replay needs \[1, 2, 3\]"):
+        books.redo_steps(0)
+
+
+def test_refused_step_drops_its_groups(books: Books) -> None:
+    commit(books, 1, open_groups(books, 2))
+    books.refuse_step(1, reason="bad_logprobs", events=[event()])
+    assert books.last_step() == 0
+    assert books.redo_steps(0) == []
+    assert books.counts()["dropped:bad_logprobs"] == 2
+    commit(books, 1, open_groups(books, 1))
+    books.finish_step(1, result={}, event=event("step"))
+    with pytest.raises(BooksViolated, match="cannot be refused any more"):
+        books.refuse_step(1, reason="bad_logprobs", events=[])
+
+
+def test_first_arrival_is_told_from_later_ones(books: Books) -> None:
+    (group_id,) = open_groups(books, 1)
+    assert books.note_arrival(group_id)
+    assert not books.note_arrival(group_id)
+
+
+def test_evaluation_is_closed_once(books: Books) -> None:
+    record = EvalRecord("e0", 0, 0, "rollout-0", 5.0, "open")
+    books.open_eval(record, event("eval_requested"))
+    assert books.evals() == [record]
+    assert books.close_eval("e0", state="failed", event=event("eval_failed"))
+    assert not books.close_eval("e0", state="finished")
+    assert [record.state for record in books.evals()] == ["failed"]
+
+
+def test_books_survive_the_process(tmp_path: Path) -> None:
+    """The file is read by a new object while the first one was never closed: a kill."""
+    killed = Books(tmp_path / BOOKS_FILE)
+    ids = open_groups(killed, 2)
+    commit(killed, 1, ids[:1])
+    killed.keep_note("version_offset", "1")
+    books = Books(tmp_path / BOOKS_FILE)
+    assert books.group(ids[0]).step == 1
+    assert books.redo_body(1) == b"batch 1"
+    assert books.read_note("version_offset") == "1"
+    assert books.next_draw() == 2
+    books.close()
+    killed.close()
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_crash_inside_a_commit_leaves_all_or_nothing(tmp_path: Path, cut: int) -> None:
+    """The connection fails at its `cut`-th statement of the transaction."""
+    books = Books(tmp_path / BOOKS_FILE)
+    ids = open_groups(books, 3)
+    left = [cut]
+
+    class Failing:
+        def __init__(self, db: sqlite3.Connection) -> None:
+            self._db = db
+
+        @property
+        def in_transaction(self) -> bool:
+            return self._db.in_transaction
+
+        def execute(self, *args: object) -> sqlite3.Cursor:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return self._db.execute(*args)
+
+    real = books._db
+    books._db = Failing(real)
+    with contextlib.suppress(KeyboardInterrupt):
+        commit(books, 1, ids)
+    books._db = real
+    counts = books.counts()
+    outcomes = (counts["trained"], books.last_step(), books.redo_steps(0))
+    assert outcomes in [(0, 0, []), (3, 1, [1])]
+    assert counts["open"] + counts["trained"] == 3
+    books.close()
