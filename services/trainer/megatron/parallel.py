@@ -1,0 +1,46 @@
+"""Process groups of one rank: torch.distributed, Megatron's parallel state and its generators.
+
+The environment (RANK, WORLD_SIZE, MASTER_ADDR, …) is torchrun's; a process without it is a world of
+one, which tools and tests use.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from services.trainer.megatron import cpu
+
+
+def initialise(*, seed: int, timeout_s: float = 600.0) -> None:
+    """Join the world and build Megatron's groups; a second call in one process changes nothing."""
+    cpu.install()
+    if parallel_state.model_parallel_is_initialized():
+        return
+    _join(timeout_s)
+    with cpu.on_cpu():
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(seed)
+
+
+def _join(timeout_s: float) -> None:
+    backend = "gloo" if cpu.needed() else "nccl"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    if not cpu.needed():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def leave() -> None:
+    """Destroy the groups, so that a process may end (or a test start over) without complaint."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,114 @@
+"""Hybrid attention of one layer: window attention with K = V, plus compressed entries.
+
+Heads and output groups are sharded over tensor-parallel ranks; the latent projections, the norms,
+the compressor and the indexer are whole on every rank.
+"""
+
+# B rows, S tokens, D model width, H local heads, K head width, G local output groups
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from services.trainer.models.deepseek_v4.attention_core import Reach, attend
+from services.trainer.models.deepseek_v4.compressor import Compressor
+from services.trainer.models.deepseek_v4.indexer import Indexer
+from services.trainer.models.deepseek_v4.layers import (
+    GroupedColumnLinear,
+    ReplicatedLinear,
+    RMSNorm,
+    wide,
+)
+from services.trainer.models.deepseek_v4.rope import norm_rotate, rotate
+from services.trainer.models.deepseek_v4.trace import Trace
+from shared.models.deepseek_v4.architecture import Architecture
+
+
+class HybridAttention(nn.Module):
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, *, layer: int
+    ) -> None:
+        super().__init__()
+        a = architecture
+        self.head_dim, self.eps = a.head_dim, a.rms_norm_eps
+        self.reach = Reach(window=a.sliding_window, ratio=a.compress_ratios[layer])
+        tensor_parallel = config.tensor_model_parallel_size
+        self.heads = a.num_attention_heads // tensor_parallel
+        self.groups = a.o_groups // tensor_parallel
+        width = a.num_attention_heads * a.head_dim
+
+        self.wq_a = ReplicatedLinear(config, a.hidden_size, a.q_lora_rank)
+        self.q_norm = RMSNorm(config, a.q_lora_rank)
+        self.wq_b = ColumnParallelLinear(
+            a.q_lora_rank,
+            width,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+        )
+        self.wkv = ReplicatedLinear(config, a.hidden_size, a.head_dim)
+        self.kv_norm = RMSNorm(config, a.head_dim)
+        self.attn_sink = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32))
+        self.compressor: Compressor | None = None
+        self.indexer: Indexer | None = None
+        if self.reach.ratio:
+            self.compressor = Compressor(
+                config, hidden_size=a.hidden_size, width=a.head_dim, ratio=self.reach.ratio
+            )
+        if a.kind(layer) == "c4":
+            self.indexer = Indexer(config, a, ratio=self.reach.ratio)
+        self.wo_a = GroupedColumnLinear(
+            config, groups=a.o_groups, group_width=width // a.o_groups, rank=a.o_lora_rank
+        )
+        self.wo_b = RowParallelLinear(
+            a.o_groups * a.o_lora_rank,
+            a.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+        )
+
+    def forward(self, x_BSD: Tensor, turns: Tensor, trace: Trace) -> Tensor:
+        """`[B, S, D]` -> `[B * S, D]`."""
+        rows, length, _ = x_BSD.shape
+        turns_S1P = turns.unsqueeze(1)
+        qr = self.q_norm(self.wq_a(x_BSD))
+        q_BSHK = self.wq_b(qr)[0].view(rows, length, self.heads, self.head_dim)
+        q_BSHK = trace("attn.q", norm_rotate(q_BSHK, turns_S1P, self.eps))
+        kv_BSK = trace("attn.kv", rotate(self.kv_norm(self.wkv(x_BSD)), turns))
+        entries_BWK, selected_BSW = self._entries(x_BSD, qr, turns, trace)
+        out_BSHK = attend(
+            q_BSHK,
+            _for_all_heads(kv_BSK),
+            self.attn_sink,
+            None if entries_BWK is None else _for_all_heads(entries_BWK),
+            selected_BSW,
+            reach=self.reach,
+        )
+        out_BSHK = trace("attn.core", rotate(out_BSHK, turns_S1P, inverse=True))
+        return trace("attn", self.wo_b(self.wo_a(out_BSHK.view(rows * length, self.groups, -1)))[0])
+
+    def _entries(
+        self, x_BSD: Tensor, qr: Tensor, turns: Tensor, trace: Trace
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if self.compressor is None:
+            return None, None
+        entries = self.compressor(x_BSD, turns)
+        if entries is not None:
+            trace("attn.compressor", entries)
+        selected = None if self.indexer is None else self.indexer(x_BSD, qr, turns)
+        if selected is not None:
+            trace("attn.indexer", selected)
+        return entries, selected
+
+
+def _for_all_heads(shared: Tensor) -> Tensor:
+    """K = V feeds every rank's heads: its gradient is summed over tensor-parallel ranks in FP32."""
+    return copy_to_tensor_model_parallel_region(wide(shared))

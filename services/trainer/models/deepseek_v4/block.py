@@ -1,0 +1,61 @@
+"""One layer of the actor: hyper-connected attention, then hyper-connected experts."""
+
+# B rows, S tokens per row, T = B·S, N streams, D model width
+from dataclasses import dataclass
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from services.trainer.models.deepseek_v4.attention import HybridAttention
+from services.trainer.models.deepseek_v4.experts import MixtureOfExperts
+from services.trainer.models.deepseek_v4.hyper_connections import HyperConnection
+from services.trainer.models.deepseek_v4.layers import RMSNorm
+from services.trainer.models.deepseek_v4.rope import layer_rotations
+from services.trainer.models.deepseek_v4.trace import Routes, Trace
+from shared.models.deepseek_v4.architecture import Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInput:
+    """What every layer needs besides the streams."""
+
+    token_ids: Tensor  # [B, S]
+    routes: Routes
+    trace: Trace
+
+
+class Block(nn.Module):
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, *, layer: int
+    ) -> None:
+        super().__init__()
+        self.architecture, self.layer = architecture, layer
+        self.hc_attn = HyperConnection(config, architecture)
+        self.attn_norm = RMSNorm(config, architecture.hidden_size)
+        self.attn = HybridAttention(config, architecture, layer=layer)
+        self.hc_ffn = HyperConnection(config, architecture)
+        self.ffn_norm = RMSNorm(config, architecture.hidden_size)
+        self.ffn = MixtureOfExperts(config, architecture, layer=layer)
+
+    def forward(self, h_TND: Tensor, given: BlockInput, trace: Trace) -> Tensor:
+        """Streams in, streams out, `[T, N, D]`; rows of the token ids are sequences."""
+        ids_BS = given.token_ids
+        turns = layer_rotations(self.architecture, self.layer, ids_BS)
+
+        y_TD, post, comb = self._mix(self.hc_attn, "hc_attn", h_TND, trace)
+        x_BSD = self.attn_norm(y_TD).view(*ids_BS.shape, -1)
+        y_TD = self.attn(x_BSD, turns, trace)
+        h_TND = trace("hc_attn.merge", self.hc_attn.merge(y_TD, h_TND, post, comb))
+
+        y_TD, post, comb = self._mix(self.hc_ffn, "hc_ffn", h_TND, trace)
+        y_TD = self.ffn(self.ffn_norm(y_TD), ids_BS.flatten(), given.routes, trace)
+        return trace("hc_ffn.merge", self.hc_ffn.merge(y_TD, h_TND, post, comb))
+
+    def _mix(
+        self, connection: HyperConnection, name: str, h_TND: Tensor, trace: Trace
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y_TD, post_NT, comb_NNT = connection.mix(h_TND)
+        trace(f"{name}.mix", y_TD)
+        trace(f"{name}.post", post_NT.t())
+        trace(f"{name}.comb", comb_NNT.permute(2, 0, 1))
+        return y_TD, post_NT, comb_NNT

@@ -1,0 +1,191 @@
+"""Mixture of experts: route, gather each expert's tokens, clamped SwiGLU, weighted sum in FP32.
+
+All experts of a rank live in two stacked tensors and run through one autograd function, so the
+number of operations does not grow with layers of glue; rows are sorted by expert and restored by
+index, which keeps every sum in a fixed order.
+"""
+
+# T tokens, D model width, E local experts, I inner width, k experts per token, M = T·k routed rows
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from services.trainer.models.deepseek_v4.layers import (
+    ClampedSwiGLU,
+    clamp_gate,
+    clamp_up,
+    new_parameter,
+    swiglu_backward,
+    wide,
+)
+from services.trainer.models.deepseek_v4.router import Router
+from services.trainer.models.deepseek_v4.trace import Routes, Trace
+from shared.models.deepseek_v4.architecture import Architecture
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, *, layer: int
+    ) -> None:
+        super().__init__()
+        self.gate = Router(config, architecture, layer=layer)
+        self.experts = RoutedExperts(config, architecture)
+        self.shared_experts = SharedExpert(config, architecture)
+
+    def forward(self, x_TD: Tensor, token_ids_T: Tensor, routes: Routes, trace: Trace) -> Tensor:
+        ids_Tk, weights_Tk = self.gate(x_TD, token_ids_T, routes)
+        trace("router", ids_Tk)
+        routed_TD = trace("experts", self.experts(x_TD, ids_Tk, weights_Tk))
+        shared_TD = trace("shared_experts", self.shared_experts(x_TD))
+        return trace("ffn", (routed_TD + wide(shared_TD)).to(x_TD.dtype))
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token passes; whether it is clamped is the architecture's flag."""
+
+    def __init__(self, config: TransformerConfig, architecture: Architecture) -> None:
+        super().__init__()
+        a = architecture
+        inner = a.moe_intermediate_size * a.n_shared_experts
+        column = {"config": config, "init_method": config.init_method, "bias": False}
+        self.w1 = ColumnParallelLinear(a.hidden_size, inner, gather_output=False, **column)
+        self.w3 = ColumnParallelLinear(a.hidden_size, inner, gather_output=False, **column)
+        self.w2 = RowParallelLinear(
+            inner, a.hidden_size, input_is_parallel=True, skip_bias_add=False, **column
+        )
+        self.limit = a.swiglu_limit if a.clamp_shared_experts else 0.0
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        hidden = ClampedSwiGLU.apply(self.w1(x_TD)[0], self.w3(x_TD)[0], None, self.limit)
+        return self.w2(hidden)[0]
+
+
+class RoutedExperts(nn.Module):
+    """Gate and up rows of all local experts in `w13 [E, 2, I, D]`, down rows in `w2 [E, D, I]`."""
+
+    def __init__(self, config: TransformerConfig, architecture: Architecture) -> None:
+        super().__init__()
+        a = architecture
+        self.num_experts = a.n_routed_experts // config.expert_model_parallel_size
+        inner = a.moe_intermediate_size
+        self.w13 = new_parameter(config, self.num_experts, 2, inner, a.hidden_size)
+        self.w2 = new_parameter(config, self.num_experts, a.hidden_size, inner)
+        for weight in (self.w13, self.w2):
+            # Megatron reduces these over expert-data-parallel ranks only.
+            weight.allreduce = config.expert_model_parallel_size == 1
+        self.limit = a.swiglu_limit
+
+    def forward(self, x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        """-> `[T, D]` FP32: the weighted sum over each token's experts."""
+        flat = ids_Tk.flatten()
+        order_M = torch.argsort(flat, stable=True)
+        place_M = torch.empty_like(order_M)
+        place_M[order_M] = torch.arange(order_M.numel(), device=order_M.device)
+        counts = torch.bincount(flat, minlength=self.num_experts).tolist()
+        rows_MD = _TakeRows.apply(x_TD, order_M, place_M, ids_Tk.size(1))
+        weights_M = weights_Tk.flatten()[order_M]
+        out_MD = _GroupedSwiGLU.apply(rows_MD, self.w13, self.w2, weights_M, counts, self.limit)
+        return _SumRows.apply(out_MD, order_M, place_M, ids_Tk.size(1))
+
+
+def _sum_by_token(rows_MD: Tensor, place_M: Tensor, k: int) -> Tensor:
+    return wide(rows_MD.index_select(0, place_M).view(-1, k, rows_MD.size(1))).sum(1)
+
+
+class _TakeRows(torch.autograd.Function):
+    """Row m is token `order[m] // k`; backward sums a token's k rows in slot order, in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_M: Tensor, place_M: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place_M)
+        ctx.k = k
+        return x_TD.index_select(0, order_M // k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None, None]:
+        (place_M,) = ctx.saved_tensors
+        return _sum_by_token(grad_MD, place_M, ctx.k).to(grad_MD.dtype), None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """The reverse of `_TakeRows`: token t gets the FP32 sum of its k rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor, place_M: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order_M)
+        ctx.k, ctx.dtype = k, rows_MD.dtype
+        return _sum_by_token(rows_MD, place_M, k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None]:
+        (order_M,) = ctx.saved_tensors
+        grad = grad_TD.to(ctx.dtype).index_select(0, order_M // ctx.k)
+        return grad, None, None, None
+
+
+class _GroupedSwiGLU(torch.autograd.Function):
+    """Every expert's clamped SwiGLU on its own rows, which are sorted; `counts` says how many.
+
+    The routing weight multiplies the hidden vector before w2, as in the official code. Keeps the
+    rows and the gate/up products; hidden vectors are recomputed backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_MD: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        weights_M: Tensor,
+        counts: list[int],
+        limit: float,
+    ) -> Tensor:
+        gate_up = rows_MD.new_empty(rows_MD.size(0), 2 * w13.size(2))
+        for expert, rows in _spans(counts):
+            torch.mm(rows_MD[rows], w13[expert].flatten(0, 1).t(), out=gate_up[rows])
+        hidden = _hidden(gate_up, weights_M, limit)
+        out = torch.empty_like(rows_MD)
+        for expert, rows in _spans(counts):
+            torch.mm(hidden[rows], w2[expert].t(), out=out[rows])
+        ctx.save_for_backward(rows_MD, w13, w2, weights_M, gate_up)
+        ctx.counts, ctx.limit = counts, limit
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_MD, w13, w2, weights_M, gate_up = ctx.saved_tensors
+        hidden = _hidden(gate_up, weights_M, ctx.limit)
+        grad_hidden = torch.empty_like(hidden)
+        grad_w2 = torch.zeros_like(w2)
+        for expert, rows in _spans(ctx.counts):
+            torch.mm(grad_MD[rows], w2[expert], out=grad_hidden[rows])
+            torch.mm(grad_MD[rows].t(), hidden[rows], out=grad_w2[expert])
+        gate, up = gate_up.chunk(2, -1)
+        grads = swiglu_backward(wide(grad_hidden), gate, up, weights_M, ctx.limit)
+        grad_gate_up = torch.cat(grads[:2], -1).to(gate_up.dtype)
+        grad_rows = torch.empty_like(rows_MD)
+        grad_w13 = torch.zeros_like(w13)
+        for expert, rows in _spans(ctx.counts):
+            torch.mm(grad_gate_up[rows], w13[expert].flatten(0, 1), out=grad_rows[rows])
+            torch.mm(grad_gate_up[rows].t(), rows_MD[rows], out=grad_w13[expert].flatten(0, 1))
+        return grad_rows, grad_w13, grad_w2, grads[2], None, None
+
+
+def _hidden(gate_up: Tensor, weights_M: Tensor, limit: float) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    hidden = silu(clamp_gate(gate, limit)).mul_(clamp_up(up, limit))
+    return hidden.mul_(weights_M.unsqueeze(-1)).to(gate_up.dtype)
+
+
+def _spans(counts: list[int]) -> list[tuple[int, slice]]:
+    """(expert, its rows) for the experts that have any."""
+    spans, start = [], 0
+    for expert, count in enumerate(counts):
+        if count:
+            spans.append((expert, slice(start, start + count)))
+        start += count
+    return spans

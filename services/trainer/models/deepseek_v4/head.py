@@ -1,0 +1,131 @@
+"""Log-probabilities of given tokens, without ever holding logits of more than a few tokens.
+
+Tokens go through the vocabulary matrix in chunks; backward computes each chunk's logits again. The
+product is FP32 whatever the weights' dtype; a tensor-parallel rank holds a vocabulary slice.
+"""
+
+# N scored positions, D model width, V local vocabulary
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from services.trainer.models.deepseek_v4.layers import wide
+from shared.models.deepseek_v4.architecture import Architecture
+
+TOKEN_CHUNK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """For every scored position, FP32 `[N]`; only `logprobs` carries a gradient."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class OutputHead(ColumnParallelLinear):
+    def __init__(self, config: TransformerConfig, architecture: Architecture) -> None:
+        super().__init__(
+            architecture.hidden_size,
+            architecture.vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            skip_bias_add=False,
+        )
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """`[…, V]` FP32 of this rank's vocabulary slice; for tests and short inputs."""
+        return torch.nn.functional.linear(wide(x_ND), wide(self.weight))
+
+    def score(self, x_ND: Tensor, labels_N: Tensor, temperature: float) -> TokenScores:
+        """Log-probabilities and entropies of `softmax(logits / temperature)` at `labels_N`."""
+        slice_ = _Vocabulary(self.tp_group, self.weight.size(0))
+        logprobs, entropy = _Score.apply(x_ND, self.weight, labels_N, temperature, slice_)
+        return TokenScores(logprobs, entropy.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """This rank's slice of the vocabulary, and sums and maxima over all slices."""
+
+    group: Any
+    size: int
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self.group.size() > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def max(self, x: Tensor) -> Tensor:
+        if self.group.size() > 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels as rows of this slice, and whether they lie in it (elsewhere row 0)."""
+        rows = labels - self.group.rank() * self.size
+        inside = (rows >= 0) & (rows < self.size)
+        return rows.where(inside, 0).unsqueeze(-1), inside
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        vocabulary: _Vocabulary,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(labels.shape, dtype=wide(x).dtype, device=x.device)
+        entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for chunk in _chunks(labels):
+            logits = _logits(x[chunk], weight, temperature)
+            rows, inside = vocabulary.local(labels[chunk])
+            target = vocabulary.sum(logits.gather(-1, rows).squeeze(-1) * inside)
+            top = vocabulary.max(logits.amax(-1))
+            weights = logits.sub_(top.unsqueeze(-1)).exp()
+            total = vocabulary.sum(weights.sum(-1))
+            # The entropy is log Σe^z - Σ p·z with z = logits - top.
+            mean = vocabulary.sum(torch.linalg.vecdot(weights, logits)) / total
+            entropy[chunk] = total.log() - mean
+            log_total[chunk] = top + total.log()
+            logprobs[chunk] = target - log_total[chunk]
+        ctx.save_for_backward(x, weight, labels, log_total)
+        ctx.temperature, ctx.vocabulary = temperature, vocabulary
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, labels, log_total = ctx.saved_tensors
+        grad_x = torch.empty_like(x, dtype=wide(x).dtype)
+        grad_weight = torch.zeros_like(weight, dtype=grad_x.dtype)
+        for chunk in _chunks(labels):
+            logits = _logits(x[chunk], weight, ctx.temperature)
+            probabilities = logits.sub_(log_total[chunk].unsqueeze(-1)).exp_()
+            rows, inside = ctx.vocabulary.local(labels[chunk])
+            grad_logits = probabilities.neg_().scatter_add_(
+                -1, rows, inside.unsqueeze(-1).to(probabilities.dtype)
+            )
+            grad_logits.mul_((grad[chunk] / ctx.temperature).unsqueeze(-1))
+            torch.mm(grad_logits, wide(weight), out=grad_x[chunk])
+            grad_weight.addmm_(grad_logits.t(), wide(x[chunk]))
+        ctx.vocabulary.sum(grad_x)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None
+
+
+def _logits(x: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    return torch.mm(wide(x), wide(weight).t()).div_(temperature)
+
+
+def _chunks(labels: Tensor) -> list[slice]:
+    return [slice(start, start + TOKEN_CHUNK) for start in range(0, len(labels), TOKEN_CHUNK)]

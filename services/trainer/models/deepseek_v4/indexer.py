@@ -1,0 +1,73 @@
+"""Selects which compressed entries a query may attend to.
+
+Selection is not differentiable and no loss reaches it: the indexer is frozen and runs without
+gradients. Ties go to the lower entry, so that every engine selects alike.
+"""
+
+# B rows, S tokens, W entries, H indexer heads, K indexer width
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from services.trainer.models.deepseek_v4.compressor import Compressor
+from services.trainer.models.deepseek_v4.layers import ReplicatedLinear, freeze, wide
+from services.trainer.models.deepseek_v4.rope import rotate
+from shared.models.deepseek_v4.architecture import Architecture
+
+QUERY_CHUNK = 128
+
+
+class Indexer(nn.Module):
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, *, ratio: int
+    ) -> None:
+        super().__init__()
+        self.heads, self.width = architecture.index_n_heads, architecture.index_head_dim
+        self.top_k = architecture.index_topk
+        self.ratio = ratio
+        hidden_size = architecture.hidden_size
+        self.wq_b = ReplicatedLinear(config, architecture.q_lora_rank, self.heads * self.width)
+        self.weights_proj = ReplicatedLinear(config, hidden_size, self.heads)
+        self.compressor = Compressor(config, hidden_size=hidden_size, width=self.width, ratio=ratio)
+        freeze(self)
+
+    @torch.no_grad()
+    def forward(self, x_BSD: Tensor, qr_BSC: Tensor, turns: Tensor) -> Tensor | None:
+        """-> `[B, S, W]` bool, the entries each query may use; None while all of them survive."""
+        rows, length = x_BSD.shape[:2]
+        if length // self.ratio <= self.top_k:
+            return None
+        keys_BWK = self.compressor(x_BSD, turns)
+        assert keys_BWK is not None
+        selected = torch.ones(rows, length, keys_BWK.size(1), dtype=torch.bool, device=x_BSD.device)
+        # Queries before `first` see at most top_k entries and keep them all.
+        first = (self.top_k + 1) * self.ratio - 1
+        keys_BKW = wide(keys_BWK).transpose(1, 2)
+        for start in range(first, length, QUERY_CHUNK):
+            chunk = slice(start, min(start + QUERY_CHUNK, length))
+            scores = self._scores(x_BSD[:, chunk], qr_BSC[:, chunk], turns[chunk], keys_BKW)
+            entry = torch.arange(keys_BWK.size(1), device=x_BSD.device)
+            position = torch.arange(chunk.start, chunk.stop, device=x_BSD.device).unsqueeze(-1)
+            scores.masked_fill_(entry >= (position + 1) // self.ratio, float("-inf"))
+            selected[:, chunk] = top_mask(scores, self.top_k)
+        return selected
+
+    def _scores(self, x: Tensor, qr: Tensor, turns: Tensor, keys_BKW: Tensor) -> Tensor:
+        """`Σ_h a_h · relu(q_h · k_w)` of a chunk of queries, FP32."""
+        rows, length = x.shape[:2]
+        q = rotate(self.wq_b(qr).view(rows, length, self.heads, self.width), turns.unsqueeze(1))
+        dots = (
+            torch.bmm(wide(q).flatten(1, 2), keys_BKW).relu_().view(rows * length, self.heads, -1)
+        )
+        weights = wide(linear(x, self.weights_proj.weight))
+        weights = weights * (self.width**-0.5 * self.heads**-0.5)
+        return torch.bmm(weights.view(rows * length, 1, -1), dots).view(rows, length, -1)
+
+
+def top_mask(scores: Tensor, k: int) -> Tensor:
+    """True at the k highest of the last dimension; of equal scores the lower index wins."""
+    threshold = scores.topk(k, -1).values[..., -1:]
+    above, equal = scores > threshold, scores == threshold
+    room = k - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1) <= room))

@@ -1,0 +1,175 @@
+"""Building blocks of the DeepSeek-V4 actor: replicated and grouped linears, RMS norm, SwiGLU.
+
+Rule: parameters live in `config.params_dtype` unless the release keeps them in FP32; reductions and
+non-linearities are computed in FP32 (`wide`), and results return to the activation dtype.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in FP32, or untouched in FP64 (gradient checks)."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def new_parameter(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = None) -> Any:
+    """A parameter that every tensor-parallel rank holds whole; FP32 ones pass their dtype."""
+    weight = nn.Parameter(torch.empty(*shape, dtype=dtype or config.params_dtype))
+    if config.perform_initialization:
+        config.init_method(weight)
+    return weight
+
+
+def freeze(module: nn.Module) -> None:
+    """Keep the parameters of `module` out of gradients, buckets and the optimiser."""
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+
+
+class RMSNorm(nn.Module):
+    """`x · rsqrt(mean(x²) + eps) · weight`, in FP32, returned in the input's dtype."""
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """One pass forward and a closed-form backward; keeps the input and one scalar per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_wide = wide(x)
+        scale = inverse_rms(x_wide, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x_wide * scale).mul_(wide(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        normed = wide(x) * scale
+        grad_wide = wide(grad)
+        size = x.size(-1)
+        grad_weight = torch.einsum("td,td->d", grad_wide.view(-1, size), normed.view(-1, size))
+        grad_normed = grad_wide * wide(weight)
+        along = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1) / size
+        grad_x = grad_normed.sub_(normed.mul_(along)).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """`rsqrt(mean(x²) + eps)` over the last dimension, which is kept."""
+    square = torch.linalg.vecdot(x, x).unsqueeze(-1)
+    return square.div_(x.size(-1)).add_(eps).rsqrt_()
+
+
+class ReplicatedLinear(nn.Module):
+    """`x · weightᵀ` with a weight that is not sharded. `in_fp32`: widen both sides first, so that
+    BF16 weights give FP32 products and sums (the compressor, spec 3.1)."""
+
+    def __init__(
+        self, config: TransformerConfig, input_size: int, output_size: int, *, in_fp32: bool = False
+    ) -> None:
+        super().__init__()
+        self.weight = new_parameter(config, output_size, input_size)
+        self.in_fp32 = in_fp32
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_fp32:
+            return linear(wide(x), wide(self.weight))
+        return linear(x, self.weight)
+
+
+class GroupedColumnLinear(ColumnParallelLinear):
+    """Block-diagonal projection: group g of the input meets rows g of the weight only.
+
+    The weight is the release's `[groups · rank, group_width]`; whole groups are sharded over
+    tensor-parallel ranks, together with the heads that feed them.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, groups: int, group_width: int, rank: int
+    ) -> None:
+        super().__init__(
+            group_width,
+            groups * rank,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            skip_bias_add=False,
+        )
+        self.rank = rank
+
+    def forward(self, x_TGC: Tensor) -> Tensor:
+        """`[T, local groups, group_width]` -> `[T, local groups · rank]`."""
+        weight_GRC = self.weight.view(x_TGC.size(1), self.rank, -1)
+        return (
+            torch.bmm(x_TGC.transpose(0, 1), weight_GRC.transpose(1, 2)).transpose(0, 1).flatten(1)
+        )
+
+
+class ClampedSwiGLU(torch.autograd.Function):
+    """`silu(min(gate, limit)) · clamp(up, ±limit)`, times an optional row weight.
+
+    Inputs `gate`, `up` `[T, I]`; `row_weight` FP32 `[T]` or None; `limit` 0 clamps nothing. FP32
+    inside, returned in the dtype of `gate`. Only inputs are kept; backward computes the rest again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, row_weight: Tensor | None, limit: float
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up, row_weight)
+        ctx.limit = limit
+        g, u = clamp_gate(gate, limit), clamp_up(up, limit)
+        hidden = silu(g).mul_(u)
+        if row_weight is not None:
+            hidden = hidden.mul_(row_weight.unsqueeze(-1))
+        return hidden.to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, row_weight = ctx.saved_tensors
+        grads = swiglu_backward(wide(grad), gate, up, row_weight, ctx.limit)
+        return grads[0].to(gate.dtype), grads[1].to(up.dtype), grads[2], None
+
+
+def clamp_gate(gate: Tensor, limit: float) -> Tensor:
+    """The gate is bounded from above only."""
+    return wide(gate).clamp(max=limit) if limit > 0 else wide(gate)
+
+
+def clamp_up(up: Tensor, limit: float) -> Tensor:
+    return wide(up).clamp(-limit, limit) if limit > 0 else wide(up)
+
+
+def swiglu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, row_weight: Tensor | None, limit: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """FP32 gradients of gate, up and the row weight; `grad` is consumed."""
+    g, u = clamp_gate(gate, limit), clamp_up(up, limit)
+    sigmoid = torch.sigmoid(g)
+    activated = g * sigmoid
+    grad_weight = None
+    if row_weight is not None:
+        grad_weight = torch.linalg.vecdot(grad, activated * u)
+        grad = grad.mul_(row_weight.unsqueeze(-1))
+    grad_up = grad * activated
+    # d silu/dg = σ(g) · (1 + g · (1 - σ(g))) = σ(g) + silu(g) · (1 - σ(g))
+    slope = torch.addcmul(sigmoid, activated, 1 - sigmoid)
+    grad_gate = grad.mul_(u).mul_(slope)
+    if limit > 0:
+        grad_gate.masked_fill_(gate > limit, 0)
+        grad_up.masked_fill_(up.abs() > limit, 0)
+    return grad_gate, grad_up, grad_weight

@@ -1,0 +1,96 @@
+"""DeepSeek-V4 on Megatron-core primitives: the trainer's model, one pipeline stage of it.
+
+Input is a batch of right-padded rows, one sequence per row; tokens run flat, row after row, between
+layers. Attention is causal and compressor blocks restart with each row, so padding changes nothing.
+Parameter names are the release's names (`weights.py` has the few exceptions).
+"""
+
+# B rows, S tokens per row, T = B·S, N streams, D model width, V vocabulary
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from services.trainer.models.deepseek_v4.block import Block, BlockInput
+from services.trainer.models.deepseek_v4.head import OutputHead, TokenScores
+from services.trainer.models.deepseek_v4.hyper_connections import HeadMix
+from services.trainer.models.deepseek_v4.layers import RMSNorm
+from services.trainer.models.deepseek_v4.trace import Routes, Trace
+from shared.models.deepseek_v4.architecture import Architecture
+
+
+class DeepSeekV4(MegatronModule):
+    """`layers` says which of the model's layers this stage holds; token ids reach every stage."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        *,
+        layers: range | None = None,
+        freeze_router: bool = True,
+    ) -> None:
+        super().__init__(config=config)
+        layers = range(architecture.num_hidden_layers) if layers is None else layers
+        self.architecture = architecture
+        self.pre_process = layers.start == 0
+        self.post_process = layers.stop == architecture.num_hidden_layers
+        self.input_tensor: Tensor | None = None
+        if self.pre_process:
+            self.embed = VocabParallelEmbedding(
+                architecture.vocab_size,
+                architecture.hidden_size,
+                init_method=config.init_method,
+                config=config,
+            )
+        blocks = {str(layer): Block(config, architecture, layer=layer) for layer in layers}
+        self.layers = nn.ModuleDict(blocks)
+        if self.post_process:
+            self.hc_head = HeadMix(config, architecture)
+            self.norm = RMSNorm(config, architecture.hidden_size)
+            self.head = OutputHead(config, architecture)
+        for block in blocks.values():
+            block.ffn.gate.weight.requires_grad_(not freeze_router)
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """The streams that the previous pipeline stage sent, `[T, N · D]` in any shape."""
+        single = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        self.input_tensor = single
+
+    def forward(
+        self,
+        token_ids_BS: Tensor,
+        *,
+        positions_N: Tensor | None = None,
+        labels_N: Tensor | None = None,
+        temperature: float = 1.0,
+        routes: Routes | None = None,
+        trace: Trace | None = None,
+    ) -> Tensor | TokenScores:
+        """Scores of `labels_N` at flat `positions_N` (row · S + token); without labels the logits.
+
+        -> `TokenScores` `[N]`, or FP32 logits `[B, S, V]`; a stage that is not the last returns its
+        streams `[T, N, D]`. The label of position t is the token at t + 1.
+        """
+        trace = trace or Trace()
+        given = BlockInput(token_ids_BS, routes or Routes(), trace)
+        h_TND = self._first_streams(token_ids_BS, trace)
+        for name, block in self.layers.items():
+            h_TND = block(h_TND, given, trace.at(f"layers.{name}."))
+        if not self.post_process:
+            return h_TND
+        if labels_N is None:
+            x_TD = trace("norm", self.norm(trace("hc_head.mix", self.hc_head(h_TND))))
+            logits = trace("logits", self.head.logits(x_TD))
+            return logits.view(*token_ids_BS.shape, -1)
+        assert positions_N is not None, "labels without positions"
+        x_ND = self.norm(self.hc_head(h_TND.index_select(0, positions_N)))
+        return self.head.score(x_ND, labels_N, temperature)
+
+    def _first_streams(self, token_ids_BS: Tensor, trace: Trace) -> Tensor:
+        streams, width = self.architecture.hc_mult, self.architecture.hidden_size
+        if self.pre_process:
+            rows_TD = trace("embed", self.embed(token_ids_BS.flatten()))
+            return rows_TD.unsqueeze(1).expand(-1, streams, -1).contiguous()
+        assert self.input_tensor is not None, "this stage got no input"
+        return self.input_tensor.view(token_ids_BS.numel(), streams, width)
