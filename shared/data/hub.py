@@ -1,0 +1,88 @@
+"""A data set of the Hugging Face hub, read in a child process with a deadline.
+
+`datasets` retries for a long time, starts threads and loads half of the scientific stack; a child
+can be killed and takes all of that with it. It writes JSON lines, read like any other file.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shared.data.errors import DataError
+from shared.data.files import Record, records_of_file
+from shared.process import die_with_parent, exit_with
+
+PROBE_S = 5.0
+
+
+@contextmanager
+def records_of_data_set(
+    dataset: str, *, split: str, max_rows: int | None, deadline_s: float
+) -> Iterator[tuple[str, Iterator[Record]]]:
+    """Name and records of `owner/name` or `owner/name:configuration`; `DataError` says why not."""
+    name = f"Hugging Face data set {dataset} ({split})"
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "rows.jsonl"
+        _download(name, [dataset, split, str(max_rows or 0), str(target)], deadline_s)
+        with records_of_file(target, name=name) as (_, records):
+            yield name, records
+
+
+def _download(name: str, arguments: list[str], deadline_s: float) -> None:
+    command = [sys.executable, "-m", "shared.data.hub", *arguments]
+    try:
+        done = subprocess.run(
+            command, timeout=deadline_s, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired as err:
+        raise DataError(name, f"not downloaded within {deadline_s:.0f} s") from err
+    if done.returncode != 0:
+        last_words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise DataError(name, last_words[0])
+
+
+def main() -> None:
+    die_with_parent()
+    dataset, split, max_rows, target = sys.argv[1:]
+    if not _hub_answers():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # what an earlier run has cached still loads
+    try:
+        import datasets
+    except ImportError:
+        exit_with("needs the package datasets")
+    identifier, _, configuration = dataset.partition(":")
+    try:
+        rows = datasets.load_dataset(identifier, configuration or None, split=split)
+    except (OSError, ValueError, RuntimeError) as err:  # what `datasets` derives its errors from
+        reason = " ".join(str(err).split())[:300]
+        offline = "no network and not cached: " if "HF_HUB_OFFLINE" in os.environ else ""
+        exit_with(f"cannot be loaded: {offline}{reason}")
+    with Path(target).open("w", encoding="utf-8") as file:
+        for index, row in enumerate(rows):
+            if index == int(max_rows) > 0:
+                break
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def _hub_answers() -> bool:
+    """Whether the hub (or a proxy that would reach it) is there, found out in seconds."""
+    if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
+        return True
+    endpoint = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    try:
+        socket.create_connection((endpoint.hostname or "", port), timeout=PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
