@@ -1,0 +1,106 @@
+"""Evaluations by policy version, and the paired difference between two of them.
+
+The same problems are asked of each version, so their difficulty cancels: the interval of a
+difference is taken over per-problem differences, not over two separate intervals.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from services.trainer.report.events import RunEvents
+from shared.statistics import paired_difference
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One finished evaluation; k is written as text ("1", "2", ...) as in JSON."""
+
+    policy_version: int
+    step: int
+    suite: str
+    num_problems: int
+    samples_per_problem: int
+    pass_at_k: dict[str, float]
+    pass_at_k_ci: dict[str, tuple[float, float]]
+    truncated_share: float | None
+    response_tokens_mean: float | None
+    outcomes: dict[str, int]
+    skipped_problems: int
+    seconds: float | None
+    correct: list[int]
+
+    @property
+    def shares_correct(self) -> list[float]:
+        return [num / self.samples_per_problem for num in self.correct]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """pass@1 of `after` minus `before`, mean over problems with its 95 % interval."""
+
+    before_version: int
+    after_version: int
+    num_problems: int
+    pass_at_1_before: float
+    pass_at_1_after: float
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def finished_evaluations(run: RunEvents) -> list[Evaluation]:
+    """By version; an evaluation that was delivered twice counts once, the last one."""
+    by_version = {
+        int(event.fields["policy_version"]): _evaluation(event.fields)
+        for event in run.named("eval_finished")
+    }
+    return [by_version[version] for version in sorted(by_version)]
+
+
+def compare(before: Evaluation, after: Evaluation) -> Comparison | None:
+    """None when the two did not grade the same problems."""
+    if not before.correct or len(before.correct) != len(after.correct):
+        return None
+    shares_before, shares_after = before.shares_correct, after.shares_correct
+    change = paired_difference(shares_before, shares_after)
+    return Comparison(
+        before_version=before.policy_version,
+        after_version=after.policy_version,
+        num_problems=change.num,
+        pass_at_1_before=sum(shares_before) / change.num,
+        pass_at_1_after=sum(shares_after) / change.num,
+        difference=change.mean,
+        low=change.low,
+        high=change.high,
+    )
+
+
+def compare_to_first(evaluations: list[Evaluation]) -> Comparison | None:
+    """The last version against the first one evaluated; None below two evaluations."""
+    return compare(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else None
+
+
+def _evaluation(fields: dict[str, Any]) -> Evaluation:
+    num_problems = int(fields["num_problems"])
+    intervals = dict(fields.get("pass_at_k_ci") or {})
+    if fields.get("pass_at_1_ci"):
+        intervals["1"] = fields["pass_at_1_ci"]
+    return Evaluation(
+        policy_version=int(fields["policy_version"]),
+        step=int(fields.get("step", fields["policy_version"])),
+        suite=str(fields.get("suite", "")),
+        num_problems=num_problems,
+        samples_per_problem=int(fields["samples_per_problem"]),
+        pass_at_k={str(k): float(value) for k, value in dict(fields["pass_at_k"]).items()},
+        pass_at_k_ci={str(k): (float(lo), float(hi)) for k, (lo, hi) in intervals.items()},
+        truncated_share=fields.get("truncated_share"),
+        response_tokens_mean=fields.get("response_tokens_mean"),
+        outcomes={str(kind): int(num) for kind, num in dict(fields.get("outcomes") or {}).items()},
+        skipped_problems=int(fields.get("skipped_problems") or 0),
+        seconds=fields.get("seconds"),
+        correct=[int(num) for num in fields.get("per_problem_correct") or []],
+    )

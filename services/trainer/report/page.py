@@ -1,0 +1,210 @@
+"""report.html: one file with its figures inside, readable offline, in light and dark.
+
+Everything that comes from a job or an event is escaped.
+"""
+
+import base64
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from services.trainer.report import sentences
+from services.trainer.report.evaluations import Comparison, Evaluation, compare
+from services.trainer.report.sentences import number, percent, share, signed_share
+from services.trainer.report.summary import Summary
+
+_STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+
+Row = Iterable[object]
+
+
+def render_page(summary: Summary, figures: dict[str, Path]) -> str:
+    title = escape(summary.job_id or "run without events")
+    sections = [
+        _tiles(summary),
+        _warnings(summary),
+        _section("Before and after", sentences.evaluations(summary), _before_after(summary)),
+        _section("Offline evaluation", _figure(figures, "pass_at_k"), _evaluations(summary)),
+        _section("Online reward", sentences.reward(summary), _figure(figures, "reward")),
+        _section(
+            "Sampler against trainer",
+            sentences.delta_logprob(summary.delta_logprob),
+            _figure(figures, "delta_logprob"),
+        ),
+        _section(
+            "Where the time goes",
+            sentences.phases(summary),
+            _figure(figures, "step_seconds"),
+            _phases(summary),
+        ),
+        _section("Staleness", sentences.lag(summary), _figure(figures, "lag")),
+        _section("The books", sentences.groups(summary), _books(summary)),
+        _section("Weight updates", _updates(summary)),
+        _how(),
+    ]
+    return (
+        "<!doctype html>\n"
+        '<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title} · Tandem</title><style>{_STYLE}</style></head><body><main>"
+        f"<header><h1>{title}</h1><p>{escape(sentences.headline(summary))}</p></header>"
+        f"{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def _tiles(summary: Summary) -> str:
+    change = summary.before_after
+    tiles = [
+        ("state", summary.state),
+        ("steps", f"{summary.steps} / {summary.steps_planned or '?'}"),
+        ("time", sentences.duration(summary.wall_s)),
+        ("groups trained", str(summary.groups.trained)),
+        ("mean |Δ log p|", number(summary.delta_logprob.mean)),
+    ]
+    if change is not None:
+        arrow = f"{share(change.pass_at_1_before)} → {share(change.pass_at_1_after)}"
+        tiles.insert(1, ("pass@1", arrow))
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles
+    )
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def _warnings(summary: Summary) -> str:
+    items = "".join(f"<li>{escape(warning)}</li>" for warning in summary.warnings)
+    return f'<ul class="warnings">{items}</ul>' if items else ""
+
+
+def _section(title: str, *parts: str) -> str:
+    """Parts that are markup start with '<'; the others are sentences."""
+    body = "".join(
+        part if part.startswith("<") else f"<p>{escape(part)}</p>" for part in parts if part
+    )
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def _figure(figures: dict[str, Path], name: str) -> str:
+    if name not in figures:
+        return ""
+    encoded = base64.b64encode(figures[name].read_bytes()).decode("ascii")
+    description = escape(name.replace("_", " "))
+    return f'<figure><img alt="{description}" src="data:image/png;base64,{encoded}"></figure>'
+
+
+def _table(head: Row, rows: Iterable[Row]) -> str:
+    top = "".join(f"<th>{escape(str(cell))}</th>" for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+
+
+def _before_after(summary: Summary) -> str:
+    if summary.before_after is None:
+        return ""
+    before, after = summary.evaluations[0], summary.evaluations[-1]
+    ks = sorted(before.pass_at_k.keys() & after.pass_at_k.keys(), key=int)
+    rows: list[Row] = [(f"pass@{k}", _estimate(before, k), _estimate(after, k)) for k in ks]
+    rows.append(("truncated", percent(before.truncated_share), percent(after.truncated_share)))
+    rows.append(
+        (
+            "response tokens",
+            number(before.response_tokens_mean),
+            number(after.response_tokens_mean),
+        )
+    )
+    change = summary.before_after
+    verdict = "" if change.excludes_zero else " (includes zero)"
+    rows.append(("paired difference of pass@1", "", f"{_difference(change)}{verdict}"))
+    return _table(("", f"version {before.policy_version}", f"version {after.policy_version}"), rows)
+
+
+def _estimate(evaluation: Evaluation, k: str) -> str:
+    value = evaluation.pass_at_k.get(k)
+    if k not in evaluation.pass_at_k_ci:
+        return share(value)
+    low, high = evaluation.pass_at_k_ci[k]
+    return f"{share(value)} [{share(low)}, {share(high)}]"
+
+
+def _difference(change: Comparison) -> str:
+    interval = f"[{signed_share(change.low)}, {signed_share(change.high)}]"
+    return f"{signed_share(change.difference)} {interval}"
+
+
+def _evaluations(summary: Summary) -> str:
+    if not summary.evaluations:
+        return ""
+    first = summary.evaluations[0]
+    ks = sorted({k for e in summary.evaluations for k in e.pass_at_k}, key=int)
+    head = ("version", "pass@1 − first", *(f"pass@{k}" for k in ks), "truncated", "skipped")
+    rows: list[Row] = []
+    for evaluation in summary.evaluations:
+        change = None if evaluation is first else compare(first, evaluation)
+        difference = "–" if change is None else _difference(change)
+        rows.append(
+            (
+                evaluation.policy_version,
+                difference,
+                *(_estimate(evaluation, k) for k in ks),
+                percent(evaluation.truncated_share),
+                evaluation.skipped_problems,
+            )
+        )
+    return _table(head, rows)
+
+
+def _phases(summary: Summary) -> str:
+    total = sum(summary.seconds_per_phase.values())
+    if total <= 0:
+        return ""
+    rows = [
+        (name.replace("_", " "), number(seconds), percent(seconds / total))
+        for name, seconds in summary.seconds_per_phase.items()
+    ]
+    return _table(("phase", "seconds", "share"), rows)
+
+
+def _books(summary: Summary) -> str:
+    groups = summary.groups
+    rows: list[Row] = [
+        ("groups sampled", groups.sampled),
+        ("groups graded", groups.graded),
+        ("groups trained", groups.trained),
+        *((f"dropped: {why.replace('_', ' ')}", num) for why, num in groups.dropped.items()),
+        ("duplicates refused", groups.duplicates_refused),
+        ("prompts skipped (too long)", groups.prompts_skipped),
+        *((f"outcome: {kind}", num) for kind, num in summary.outcomes.items()),
+        ("samples trained", summary.samples_trained),
+        ("tokens trained", summary.tokens_trained),
+        ("response tokens sampled", summary.response_tokens_sampled),
+        *((name.replace("_", " "), num) for name, num in summary.restarts.items()),
+    ]
+    return _table(("", "number"), rows)
+
+
+def _updates(summary: Summary) -> str:
+    updates = summary.updates
+    last = "–" if updates.last_version is None else updates.last_version
+    rows: list[Row] = [
+        ("versions published", updates.versions_published),
+        ("last version", last),
+        ("updates committed by servers", updates.committed),
+        ("updates failed", updates.failed),
+        ("seconds that sampling paused, mean", number(updates.pause_s_mean)),
+        ("bytes per update, mean", number(updates.bytes_mean)),
+        ("probe's mean |Δ log p|, worst", number(updates.probe_mean_abs_delta_worst)),
+    ]
+    return _table(("", ""), rows)
+
+
+def _how() -> str:
+    return _section(
+        "How these numbers were made",
+        "Everything here is computed from this run's events.jsonl. Intervals are 95 %. Those of "
+        "evaluations count problems, not samples (Student t over per-problem values). Slopes are "
+        "least squares; their error is the larger of the ordinary one and Newey and West's, "
+        "because neighbouring steps are not independent. |Δ log p| compares the sampler's "
+        "recorded log-probability of each sampled token with the trainer's, before the step. "
+        "The mean and p99 of the whole run are means of the steps' values, weighted by tokens.",
+    )

@@ -1,0 +1,203 @@
+"""The report's numbers against events made by hand, whose answers can be worked out on paper."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.report import sentences, write_report
+from services.trainer.report.curves import step_curves
+from services.trainer.report.evaluations import finished_evaluations
+from services.trainer.report.events import overview, read_events
+from services.trainer.report.summary import Summary, summarise
+from shared.messages import Event
+
+JOB = {"name": "demo", "seed": 7, "steps": 4, "eval": {"suite": "sums"}}
+
+
+class Run:
+    """Builds events.jsonl line by line; one second passes with each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "events.jsonl"
+        self.now_s = 100.0
+
+    def add(self, name: str, **fields: Any) -> None:
+        event = Event(
+            name=name, job_id="demo-0001", service="trainer", replica="t", at_s=self.now_s,
+            fields=fields,
+        )  # fmt: skip
+        self.now_s += 1
+        with self.path.open("a") as file:
+            file.write(event.model_dump_json() + "\n")
+
+    def step(self, step: int, *, reward: float, delta: float, tokens: float = 10.0) -> None:
+        self.add(
+            "step", step=step, policy_version=step, groups=2, samples=4, tokens=80,
+            reward_raw=reward, reward_trained=0.5, delta_logprob_mean=delta,
+            delta_logprob_p99=10 * delta, delta_logprob_max=20 * delta, lag_mean=0.5, lag_max=1,
+            response_tokens_mean=tokens, seconds={"wait": 1.0, "optimizer": 0.5}, step_seconds=2.0,
+            bad_logprobs=0,
+        )  # fmt: skip
+
+    def evaluation(self, version: int, correct: list[int]) -> None:
+        mean = sum(correct) / (8 * len(correct))
+        self.add(
+            "eval_finished", eval_id=f"v{version}", suite="sums", policy_version=version,
+            step=version, num_problems=len(correct), samples_per_problem=8,
+            pass_at_k={"1": mean, "8": 1.0}, pass_at_1_ci=[mean - 0.1, mean + 0.1],
+            pass_at_k_ci={"8": [0.9, 1.0]}, truncated_share=0.25, per_problem_correct=correct,
+        )  # fmt: skip
+
+    def summary(self) -> Summary:
+        run = read_events(self.path)
+        return summarise(run, step_curves(run), finished_evaluations(run))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def finished_run(run: Run) -> Run:
+    run.add("job_started", job=JOB)
+    run.add("weights_published", policy_version=0, bytes=100, seconds=0.1, servers=2)
+    run.evaluation(0, [0, 2, 4, 8])
+    for step in range(1, 5):
+        run.step(step, reward=0.1 * step, delta=0.01)
+        run.add("weights_published", policy_version=step, bytes=100, seconds=0.1, servers=2)
+    run.evaluation(4, [2, 4, 6, 8])
+    run.add("job_finished", state="finished", seconds=12.0)
+    return run
+
+
+def test_a_finished_run_is_summed_up(run: Run) -> None:
+    summary = finished_run(run).summary()
+    assert (summary.state, summary.steps, summary.steps_planned) == ("finished", 4, 4)
+    assert summary.wall_s == 12.0
+    assert summary.groups.trained == 8
+    assert summary.samples_trained == 16
+    assert summary.reward_raw.slope.per_step == pytest.approx(0.1)
+    assert summary.reward_raw.first == pytest.approx(0.25)
+    assert summary.delta_logprob.max == pytest.approx(0.2)
+    assert summary.seconds_per_phase == {"wait": 4.0, "optimizer": 2.0, "other": 2.0}
+    assert summary.updates.versions_published == 5
+    assert summary.updates.last_version == 4
+
+
+def test_before_and_after_are_paired_by_problem(run: Run) -> None:
+    change = finished_run(run).summary().before_after
+    assert change is not None
+    # Differences of 2, 2, 2, 0 of 8: mean 0.1875, sd 0.125, t(3) = 3.18245.
+    assert change.difference == pytest.approx(0.1875)
+    half = 3.18245 * 0.125 / math.sqrt(4)
+    assert change.low == pytest.approx(0.1875 - half, abs=1e-5)
+    assert change.high == pytest.approx(0.1875 + half, abs=1e-5)
+    assert not change.excludes_zero
+    assert "no change is shown" in sentences.before_after(change)
+
+
+def test_different_problems_are_not_compared(run: Run) -> None:
+    run.evaluation(0, [1, 2])
+    run.evaluation(1, [1, 2, 3])
+    assert run.summary().before_after is None
+
+
+def test_a_replayed_step_counts_once(run: Run) -> None:
+    run.step(1, reward=0.1, delta=0.01)
+    run.step(2, reward=0.2, delta=0.01)
+    run.step(2, reward=0.3, delta=0.01)
+    summary = run.summary()
+    assert summary.steps == 2
+    assert summary.groups.trained == 4
+    assert summary.reward_raw.last == pytest.approx(0.2)
+
+
+def test_drops_count_by_group_and_refusals_by_event(run: Run) -> None:
+    for group, reason in [("a", "no_variance"), ("b", "too_old"), ("a", "no_variance")]:
+        run.add("group_dropped", group_id=group, reason=reason)
+    run.add("duplicate_refused", group_id="c")
+    run.add("duplicate_refused", group_id="c")
+    groups = run.summary().groups
+    assert groups.dropped == {"no_variance": 1, "too_old": 1}
+    assert groups.duplicates_refused == 2
+
+
+def test_delta_logprob_is_weighted_by_response_tokens(run: Run) -> None:
+    run.step(1, reward=0, delta=0.1, tokens=30)
+    run.step(2, reward=0, delta=0.3, tokens=10)
+    values = run.summary().delta_logprob
+    assert values.mean == pytest.approx(0.15)
+    assert values.largest_jump == pytest.approx(0.2)
+    assert values.p99_worst_step == pytest.approx(3.0)
+
+
+def test_a_torn_line_is_counted_and_an_unfinished_one_is_left(run: Run) -> None:
+    run.step(1, reward=0.1, delta=0.01)
+    with run.path.open("a") as file:
+        file.write('{"name": "st\n')
+    run.step(2, reward=0.1, delta=0.01)
+    with run.path.open("a") as file:
+        file.write('{"name": "step", "job')
+    events = read_events(run.path)
+    assert (len(events.events), events.num_lines, events.num_unreadable) == (2, 3, 1)
+    assert any("1 of 3 event lines" in warning for warning in run.summary().warnings)
+
+
+def test_a_job_without_evaluation_is_warned_about(run: Run) -> None:
+    run.add("job_started", job={**JOB, "eval": None})
+    assert any("biased by dynamic sampling" in warning for warning in run.summary().warnings)
+
+
+def test_no_trend_is_claimed_when_the_interval_includes_zero(run: Run) -> None:
+    for step, reward in enumerate([0.3, 0.5, 0.2, 0.4, 0.35, 0.3], start=1):
+        run.step(step, reward=reward, delta=0.01)
+    assert "shows no trend" in sentences.reward(run.summary())
+
+
+def test_a_rise_is_claimed_when_it_is_sure(run: Run) -> None:
+    for step in range(1, 31):
+        run.step(step, reward=0.02 * step + 0.01 * (step % 2), delta=0.01)
+    assert "rose from" in sentences.reward(run.summary())
+
+
+def test_report_of_a_finished_run_is_one_page_with_figures_inside(run: Run) -> None:
+    page = write_report(finished_run(run).folder)
+    html = page.read_text()
+    assert html.count("data:image/png;base64,") == 5
+    assert "<script" not in html
+    assert "paired difference of pass@1" in html
+    stored = json.loads((run.folder / "summary.json").read_text())
+    assert stored["groups"]["trained"] == 8
+    assert stored["delta_logprob"]["slope"]["num_steps"] == 4
+    assert not list(run.folder.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_report_of_a_run_that_hardly_began(run: Run, num_steps: int) -> None:
+    if num_steps:
+        run.add("job_started", job=JOB)
+        run.step(1, reward=math.nan, delta=0.1)
+    html = write_report(run.folder).read_text()
+    assert "The job has not ended" in html
+    assert json.loads((run.folder / "summary.json").read_text())["steps"] == num_steps
+
+
+def test_text_from_a_job_is_escaped(run: Run) -> None:
+    run.add("job_started", job=JOB)
+    run.add("job_finished", state="failed", error="<script>alert(1)</script>")
+    assert "<script" not in write_report(run.folder).read_text()
+
+
+def test_overview_leaves_single_groups_out_but_counts_them(run: Run) -> None:
+    run.add("job_started", job=JOB)
+    run.add("group_sampled", group_id="a", tokens=3)
+    run.add("group_dropped", group_id="a", reason="surplus")
+    page = overview(run.path)
+    assert page["after"] == 3
+    assert [event["name"] for event in page["events"]] == ["job_started"]
+    assert page["counts"] == {"job_started": 1, "group_sampled": 1, "group_dropped": 1}
+    assert page["dropped"] == {"surplus": 1}
