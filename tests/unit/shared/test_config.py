@@ -19,7 +19,7 @@ class TrialConfig(ServiceConfig):
 
     port: int = Field(8123, ge=0)
     optim: Optim = Optim()
-    names: list[str] = []
+    names: list[str] = Field(default_factory=list)
     limit: int | None = None
 
 
