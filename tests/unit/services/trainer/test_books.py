@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.books import BOOKS_FILE, Books, BooksViolated, EvalRecord
+from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.entries import BooksViolated, Draw, DroppedGroups, EvalRecord
 from shared.messages import Event
 
 
@@ -24,8 +25,7 @@ def books(tmp_path: Path):
 def open_groups(books: Books, number: int) -> list[str]:
     first = books.next_draw()
     ids = [f"g{draw}" for draw in range(first, first + number)]
-    for draw, group_id in enumerate(ids, start=first):
-        books.open_group(group_id, draw=draw, min_policy_version=0)
+    books.record_draws([Draw(draw, f"g{draw}", 0) for draw in range(first, first + number)])
     return ids
 
 
@@ -36,12 +36,12 @@ def commit(books: Books, step: int, ids: list[str]) -> None:
 
 
 def drop(books: Books, group_id: str, reason: str = "no_variance") -> None:
-    books.drop_group(group_id, reason=reason, event=event(group_id=group_id), arrived=True)
+    books.drop_group(group_id, reason=reason, event=event(group_id=group_id), rewards=[1.0, 1.0])
 
 
 def test_every_drawn_group_is_counted_once(books: Books) -> None:
     ids = open_groups(books, 5)
-    books.skip_draw("g5", draw=5, reason="too_long", event=event("prompt_skipped"))
+    books.record_draws([Draw(5, "g5", 0, "too_long", event("prompt_skipped"))])
     drop(books, ids[0])
     commit(books, 1, ids[1:3])
     counts = books.counts()
@@ -59,8 +59,21 @@ def test_every_drawn_group_is_counted_once(books: Books) -> None:
 
 def test_draws_have_no_gap(books: Books) -> None:
     open_groups(books, 1)
-    with pytest.raises(BooksViolated, match="draw 2 is not the next one, 1"):
-        books.open_group("g2", draw=2, min_policy_version=0)
+    for draws in ([2], [1, 3], [0, 1]):
+        with pytest.raises(BooksViolated, match="do not start at 1"):
+            books.record_draws([Draw(draw, f"new{draw}", 0) for draw in draws])
+    assert books.num_open() == 1
+
+
+def test_rewards_of_dropped_groups_belong_to_the_step_that_was_collected(books: Books) -> None:
+    ids = open_groups(books, 4)
+    drop(books, ids[0])
+    commit(books, 1, ids[1:2])
+    drop(books, ids[2])
+    books.drop_group(ids[3], reason="surplus", event=event())
+    assert books.dropped_during(1) == DroppedGroups(1, 2.0, 2)
+    assert books.dropped_during(2) == DroppedGroups(1, 2.0, 2)
+    assert books.dropped_during(3) == DroppedGroups(0, 0.0, 0)
 
 
 def test_trained_group_cannot_be_trained_again(books: Books) -> None:

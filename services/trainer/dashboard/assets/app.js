@@ -1,0 +1,139 @@
+// The page: which jobs there are, which one is shown, and its event stream.
+//
+//   GET /v1/jobs, /v1/servers  every 3 s  ->  job buttons, server table
+//   GET …/metrics  once per shown job     ->  Run.load       (a long run in one answer)
+//   GET …/events   SSE from there         ->  Run.add        (then live)
+//   Run  ->  charts, tiles, tables, drawn at most four times a second
+
+import { Charts } from "./charts.js";
+import { Run } from "./run.js";
+import * as tables from "./tables.js";
+
+const POLL_MS = 3000, DRAW_MS = 250, RECONNECT_MS = 2000;
+const ENDED = new Set(["finished", "failed", "cancelled"]);
+const find = (id) => document.getElementById(id);
+
+let jobs = [], replicas = [];
+let shown = null; // {id, run, source, timer}
+let dirty = false;
+const charts = new Charts(find("charts"));
+
+async function getJson(path) {
+  const answer = await fetch(path, { signal: AbortSignal.timeout(10000) });
+  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  return answer.json();
+}
+
+async function poll() {
+  try {
+    const [jobList, serverList] = await Promise.all([
+      getJson("/v1/jobs"),
+      getJson("/v1/servers").catch(() => ({ servers: replicas })),
+    ]);
+    jobs = Array.isArray(jobList) ? jobList : jobList.jobs;
+    replicas = serverList.servers ?? [];
+    drawJobs();
+    await chooseJob();
+    dirty = true;
+    if (find("link").textContent !== "live") link(shown && !shown.source ? "idle" : "live");
+  } catch {
+    link("trainer unreachable, trying again");
+  }
+  setTimeout(poll, POLL_MS);
+}
+
+function drawJobs() {
+  const buttons = jobs.slice(-8).reverse().map((job) => {
+    const button = document.createElement("button");
+    button.textContent = job.job_id;
+    button.title = job.state;
+    button.dataset.state = job.state;
+    button.setAttribute("aria-pressed", String(job.job_id === shown?.id));
+    button.onclick = () => { location.hash = job.job_id; };
+    return button;
+  });
+  if (!find("jobs").contains(document.activeElement)) find("jobs").replaceChildren(...buttons);
+  find("empty").hidden = jobs.length > 0;
+  find("job").hidden = jobs.length === 0;
+}
+
+async function chooseJob() {
+  const wanted = decodeURIComponent(location.hash.slice(1));
+  const job = jobs.find((known) => known.job_id === wanted) ?? jobs.at(-1);
+  if (job && job.job_id !== shown?.id) await show(job.job_id);
+}
+
+async function show(id) {
+  shown?.source?.close();
+  clearTimeout(shown?.timer);
+  const run = new Run();
+  const view = (shown = { id, run, source: null, timer: null });
+  const overview = await getJson(`/v1/jobs/${encodeURIComponent(id)}/metrics`).catch(() => ({}));
+  if (shown !== view) return;
+  // Without `after` nobody can say where the stream goes on: read it from the start instead.
+  if (overview.after !== undefined) run.load(overview);
+  charts.build(run);
+  drawJobs();
+  follow(view);
+}
+
+function follow(view) {
+  const source = new EventSource(`/v1/jobs/${encodeURIComponent(view.id)}/events?after=${view.run.lines}`);
+  view.source = source;
+  source.onopen = () => link("live");
+  source.onmessage = (message) => {
+    view.run.add(JSON.parse(message.data), Number(message.lastEventId));
+    dirty = true;
+  };
+  source.addEventListener("end", () => { source.close(); view.source = null; link("ended"); dirty = true; });
+  source.onerror = () => {
+    if (shown !== view) return;
+    link("reconnecting");
+    if (source.readyState === EventSource.CLOSED) view.timer = setTimeout(() => follow(view), RECONNECT_MS);
+  };
+}
+
+function link(text) {
+  find("link").textContent = text;
+  find("link").dataset.state = text;
+}
+
+function draw() {
+  if (dirty && shown && !document.hidden) {
+    dirty = false;
+    const job = jobs.find((known) => known.job_id === shown.id) ?? {};
+    drawTitle(job, shown.run);
+    charts.update(shown.run);
+    find("tiles").replaceChildren(...tables.tiles(shown.run, job.steps ?? shown.run.job?.steps));
+    find("servers").replaceChildren(tables.servers(replicas, shown.run));
+    find("groups").replaceChildren(tables.groups(shown.run));
+    find("events").replaceChildren(tables.events(shown.run));
+  }
+  setTimeout(draw, DRAW_MS);
+}
+
+function drawTitle(job, run) {
+  const state = run.ended?.state ?? job.state ?? "unknown";
+  const error = run.ended?.error ?? job.error;
+  find("name").textContent = shown.id;
+  document.title = `${shown.id} · Tandem`;
+  find("state").textContent = state;
+  find("state").className = `state ${state}`;
+  find("progress").max = job.steps ?? run.job?.steps ?? 1;
+  find("progress").value = run.last("step") ?? 0;
+  find("error").hidden = !error;
+  find("error").textContent = error ?? "";
+  find("warnings").replaceChildren(...(job.warnings ?? []).map((text) => {
+    const item = document.createElement("li");
+    item.textContent = text;
+    return item;
+  }));
+  find("files").hidden = !ENDED.has(state);
+  find("report").href = `/v1/jobs/${encodeURIComponent(shown.id)}/report`;
+  find("summary").href = `/v1/jobs/${encodeURIComponent(shown.id)}/summary`;
+}
+
+addEventListener("hashchange", chooseJob);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => shown && charts.build(shown.run));
+poll();
+draw();

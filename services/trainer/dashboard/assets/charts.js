@@ -1,0 +1,155 @@
+// The curves, drawn with uPlot. Each chart is a title, its series and a function of the run.
+
+import { KS, PHASES } from "./run.js";
+
+const HEIGHT = 220;
+const number = (value) => (value === null || value === undefined ? "–" : formatted(value));
+
+export function formatted(value) {
+  const size = Math.abs(value);
+  if (size !== 0 && size < 1e-3) return value.toExponential(1);
+  if (size >= 1e6) return (value / 1e6).toPrecision(3) + " M";
+  if (size >= 1e4) return (value / 1e3).toFixed(1) + " k";
+  return size >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3)));
+}
+
+// Colours are read from the style sheet, so that light and dark are told in one place.
+function palette() {
+  const style = getComputedStyle(document.documentElement);
+  const read = (name) => style.getPropertyValue("--" + name).trim();
+  return { read, series: Array.from({ length: 8 }, (_, i) => read("series-" + (i + 1))), axis: read("soft"), grid: read("line") };
+}
+
+const line = (label, colour, more = {}) => ({ label, stroke: colour, width: 1.6, points: { show: false }, value: (_, v) => number(v), ...more });
+const dots = (label, colour) => line(label, colour, { paths: () => null, points: { show: true, size: 4, width: 0, fill: colour } });
+const bound = (colour) => line("", colour, { class: "bound", width: 0 });
+
+function charts({ series: c, axis }) {
+  return [
+    {
+      title: "Online reward",
+      note: "dots: all graded samples of a step",
+      series: [dots("each step", c[0] + "80"), line("average", c[0], { width: 2.2 }), line("trained groups, average", axis)],
+      data: (run) => [run.steps.step, run.steps.reward_raw, run.average("reward_raw"), run.average("reward_trained")],
+    },
+    {
+      title: "|Δ log p|, sampler − trainer",
+      series: [line("p99", c[1]), line("mean", c[0], { width: 2 })],
+      data: (run) => [run.steps.step, run.steps.delta_logprob_p99, run.steps.delta_logprob_mean],
+      fromZero: true,
+    },
+    {
+      title: "Offline pass@k",
+      note: "bands: 95 % intervals over problems",
+      series: [
+        ...KS.flatMap((k, i) => [line("pass@" + k, c[i], { points: { show: true, size: 6, fill: c[i] } }), bound(c[i]), bound(c[i])]),
+        line("truncated", axis, { dash: [4, 4], points: { show: true, size: 5 } }),
+      ],
+      bands: KS.map((_, i) => ({ series: [3 * i + 2, 3 * i + 3], fill: c[i] + "26" })),
+      data: (run) => run.passAtK(),
+      range: [0, 1],
+    },
+    {
+      title: "Throughput",
+      note: "tokens a second",
+      series: [line("each step", c[2] + "80", { width: 1 }), line("average", c[2], { width: 2 })],
+      data: (run) => [run.steps.step, run.steps.tokens_per_s, run.average("tokens_per_s")],
+      fromZero: true,
+    },
+    {
+      title: "Step time by phase",
+      note: "seconds, stacked",
+      series: PHASES.map((name, i) => line(name.replaceAll("_", " "), c[i], {
+        width: 0.5,
+        fill: c[i] + "b0",
+        // Column i holds the sum up to its phase; the legend tells the phase alone.
+        value: (u, v, column, row) => (row === null || v === null ? "–" : number(v - (u.data[column + 1]?.[row] ?? 0))),
+      })).reverse(),
+      bands: PHASES.slice(1).map((_, i) => ({ series: [i + 1, i + 2] })),
+      data: (run) => run.stackedPhases(),
+      fromZero: true,
+    },
+    {
+      title: "Lag",
+      note: "versions behind",
+      series: [dots("largest", c[1]), line("mean", c[0])],
+      data: (run) => [run.steps.step, run.steps.lag_max, run.steps.lag_mean],
+      fromZero: true,
+    },
+  ];
+}
+
+export class Charts {
+  #drawn = [];
+
+  constructor(container) {
+    this.container = container;
+    new ResizeObserver(() => this.#resize()).observe(container);
+  }
+
+  // Build anew: another job, or another colour scheme.
+  build(run) {
+    for (const { plot } of this.#drawn) plot.destroy();
+    this.container.replaceChildren();
+    const colours = palette();
+    this.#drawn = charts(colours).map((chart) => this.#place(chart, colours, run));
+  }
+
+  update(run) {
+    for (const { chart, plot } of this.#drawn) {
+      const data = chart.data(run);
+      const { min, max } = plot.scales.x;
+      const [first, last] = [plot.data[0]?.[0], plot.data[0]?.at(-1)];
+      const zoomed = min > first || max < last;
+      plot.setData(data, !zoomed);
+      if (zoomed) plot.redraw();
+    }
+  }
+
+  #place(chart, colours, run) {
+    const box = document.createElement("section");
+    const title = document.createElement("h3");
+    title.textContent = chart.title;
+    const note = document.createElement("small");
+    note.textContent = chart.note ?? "";
+    title.append(" ", note);
+    box.append(title);
+    this.container.append(box);
+    return { chart, box, plot: new uPlot(options(chart, colours, box), chart.data(run), box) };
+  }
+
+  #resize() {
+    for (const { box, plot } of this.#drawn) plot.setSize({ width: inner(box), height: HEIGHT });
+  }
+}
+
+const inner = (box) => {
+  const style = getComputedStyle(box);
+  return Math.max(200, box.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
+};
+
+function options(chart, colours, box) {
+  const axis = { stroke: colours.axis, grid: { stroke: colours.grid, width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  const y = chart.range
+    ? { range: () => chart.range }
+    : { range: (_, min, max) => padded(chart.fromZero ? 0 : min, max) };
+  return {
+    width: inner(box),
+    height: HEIGHT,
+    scales: { x: { time: false }, y },
+    series: [{ label: "step", value: (_, v) => (v === null ? "–" : String(v)) }, ...chart.series],
+    bands: chart.bands,
+    axes: [
+      { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 45 },
+      { ...axis, size: 46, values: (_, ticks) => ticks.map(formatted) },
+    ],
+    cursor: { sync: { key: "steps", setSeries: false }, points: { size: 6 } },
+    legend: { live: true },
+  };
+}
+
+function padded(min, max) {
+  if (min === null || max === null) return [0, 1];
+  const space = 0.06 * Math.max(max - min, 1e-9 + Math.abs(max) * 1e-3);
+  return [min === 0 ? 0 : min - space, max + space];
+}

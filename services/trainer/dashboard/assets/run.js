@@ -1,0 +1,121 @@
+// What is known of one run: events in, columns for the charts out. Touches no page element.
+
+export const PHASES = ["wait", "pack", "logprobs", "forward_backward", "optimizer", "export", "publish", "checkpoint"];
+export const KS = ["1", "2", "4", "8"];
+const BULK = new Set(["group_sampled", "group_graded", "group_dropped", "duplicate_refused"]);
+const STEP_FIELDS = [
+  "reward_raw", "reward_trained", "delta_logprob_mean", "delta_logprob_p99", "lag_mean", "lag_max",
+  "tokens_per_s", "step_seconds", "groups",
+];
+const KEPT_EVENTS = 60;
+const AVERAGE_STEPS = 10;
+const MANY_STEPS = 500; // from here on stacked phases are averaged, or they are noise on a screen
+
+export class Run {
+  constructor() {
+    this.lines = 0; // how far events.jsonl has been read
+    this.job = null;
+    this.ended = null;
+    this.counts = {};
+    this.dropped = {};
+    this.events = [];
+    this.updates = {}; // server -> its last committed update
+    this.rowOfStep = new Map();
+    this.steps = { step: [] };
+    for (const name of STEP_FIELDS) this.steps[name] = [];
+    for (const name of PHASES) this.steps["seconds_" + name] = [];
+    this.evals = []; // sorted by step
+  }
+
+  // The overview of a long run: everything but single groups, whose numbers come as counts.
+  load(overview) {
+    for (const event of overview.events ?? []) this.#apply(event);
+    this.counts = { ...overview.counts };
+    this.dropped = { ...overview.dropped };
+    this.lines = overview.after ?? 0;
+  }
+
+  add(event, line) {
+    if (line <= this.lines) return;
+    this.lines = line;
+    this.counts[event.name] = (this.counts[event.name] ?? 0) + 1;
+    this.#apply(event);
+  }
+
+  #apply(event) {
+    const fields = event.fields ?? {};
+    if (event.name === "step") this.#step(fields);
+    else if (event.name === "eval_finished") this.#evaluation(fields);
+    else if (event.name === "group_dropped") this.dropped[fields.reason] = (this.dropped[fields.reason] ?? 0) + 1;
+    else if (event.name === "update_committed") this.updates[fields.server] = fields;
+    else if (event.name === "job_started") { this.job = fields.job ?? null; this.ended = null; }
+    else if (event.name === "job_finished") this.ended = fields;
+    if (!BULK.has(event.name)) {
+      this.events.push(event);
+      if (this.events.length > KEPT_EVENTS) this.events.shift();
+    }
+  }
+
+  // A step told again (a replay after a crash) replaces the first telling.
+  #step(fields) {
+    const row = this.rowOfStep.get(fields.step) ?? this.steps.step.length;
+    this.rowOfStep.set(fields.step, row);
+    this.steps.step[row] = fields.step;
+    for (const name of STEP_FIELDS) this.steps[name][row] = fields[name] ?? null;
+    for (const name of PHASES) this.steps["seconds_" + name][row] = fields.seconds?.[name] ?? 0;
+  }
+
+  #evaluation(fields) {
+    const step = fields.step ?? fields.policy_version;
+    this.evals = this.evals.filter((known) => known.step !== step);
+    this.evals.push({ ...fields, step });
+    this.evals.sort((a, b) => a.step - b.step);
+  }
+
+  last(name) { return this.steps[name].at(-1) ?? null; }
+
+  average(name) { return movingAverage(this.steps[name]); }
+
+  get trained() { return this.steps.groups.reduce((sum, num) => sum + (num ?? 0), 0); }
+
+  // [x, sum of all phases, sum of all but the last, ..., first phase]: bands between neighbours.
+  stackedPhases() {
+    const columns = [];
+    const num = this.steps.step.length;
+    let below = new Array(num).fill(0);
+    for (const name of PHASES) {
+      const seconds = this.steps["seconds_" + name];
+      const shown = num < MANY_STEPS ? seconds : movingAverage(seconds, Math.floor(num / 100));
+      below = shown.map((value, row) => value + below[row]);
+      columns.unshift(below);
+    }
+    return [this.steps.step, ...columns];
+  }
+
+  // [x, then value, high, low for each k, then truncated share]
+  passAtK() {
+    const columns = [this.evals.map((found) => found.step)];
+    for (const k of KS) {
+      const interval = (found) => found.pass_at_k_ci?.[k] ?? (k === "1" ? found.pass_at_1_ci : null) ?? [null, null];
+      columns.push(
+        this.evals.map((found) => found.pass_at_k?.[k] ?? null),
+        this.evals.map((found) => interval(found)[1]),
+        this.evals.map((found) => interval(found)[0]),
+      );
+    }
+    columns.push(this.evals.map((found) => found.truncated_share ?? null));
+    return columns;
+  }
+}
+
+export function movingAverage(values, window = Math.max(AVERAGE_STEPS, Math.floor(values.length / 50))) {
+  const averages = new Array(values.length).fill(null);
+  let sum = 0, num = 0;
+  for (let end = 0; end < values.length; end++) {
+    if (values[end] !== null) { sum += values[end]; num++; }
+    const gone = end - window;
+    if (gone >= 0 && values[gone] !== null) { sum -= values[gone]; num--; }
+    if (num > 0) averages[end] = sum / num;
+  }
+  return averages;
+}

@@ -1,0 +1,97 @@
+// Tiles and tables. Text goes in as text: nothing from a job or an event becomes markup.
+
+import { formatted } from "./charts.js";
+
+const number = (value) => (value === null || value === undefined ? "–" : formatted(value));
+const words = (name) => name.replaceAll("_", " ");
+
+function element(tag, text, className) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+export function table(head, rows) {
+  if (rows.length === 0) return element("p", "nothing yet", "soft");
+  const made = element("table");
+  if (head.length) {
+    const top = made.createTHead().insertRow();
+    for (const name of head) top.append(element("th", name));
+  }
+  const body = made.createTBody();
+  for (const cells of rows) {
+    const row = body.insertRow();
+    for (const cell of cells) {
+      if (cell instanceof Node) row.insertCell().append(cell);
+      else row.insertCell().textContent = String(cell ?? "–");
+    }
+  }
+  return made;
+}
+
+export function tiles(run, steps) {
+  const last = run.evals.at(-1);
+  const interval = last?.pass_at_1_ci ?? last?.pass_at_k_ci?.["1"];
+  const reward = run.average("reward_raw").at(-1);
+  const items = [
+    ["step", `${run.last("step") ?? 0} / ${steps ?? "?"}`],
+    ["reward, average", number(reward)],
+    ["mean |Δ log p|", number(run.last("delta_logprob_mean"))],
+    ["lag, mean", number(run.last("lag_mean"))],
+    ["tokens / s", number(run.last("tokens_per_s"))],
+    ["pass@1" + (last ? `, version ${last.policy_version}` : ""), last ? number(last.pass_at_k["1"]) : "–", interval ? `[${interval.map(number).join(", ")}]` : ""],
+  ];
+  return items.map(([name, value, extra]) => {
+    const tile = element("div");
+    const shown = element("dd", value);
+    if (extra) shown.append(" ", element("small", extra));
+    tile.append(element("dt", name), shown);
+    return tile;
+  });
+}
+
+export function servers(replicas, run) {
+  const rows = replicas.map((replica) => {
+    const update = run?.updates[replica.name];
+    return [
+      replica.name,
+      element("span", words(replica.state), "state " + replica.state),
+      replica.policy_version ?? "–",
+      update?.pause_s === undefined ? "–" : `${(1000 * update.pause_s).toFixed(0)} ms`,
+    ];
+  });
+  return table(["server", "state", "version", "last pause"], rows);
+}
+
+export function groups(run) {
+  const rows = [
+    ["sampled", run.counts.group_sampled ?? 0],
+    ["graded", run.counts.group_graded ?? 0],
+    ["trained", run.trained],
+    ...Object.entries(run.dropped).sort((a, b) => b[1] - a[1]).map(([reason, num]) => ["dropped: " + words(reason), num]),
+    ["duplicates refused", run.counts.duplicate_refused ?? 0],
+    ["prompts skipped", run.counts.prompt_skipped ?? 0],
+  ];
+  return table([], rows);
+}
+
+export function events(run) {
+  const rows = run.events.slice(-30).reverse().map((event) => [
+    element("time", new Date(1000 * event.at_s).toLocaleTimeString()),
+    event.replica,
+    words(event.name),
+    shortFields(event.fields ?? {}),
+  ]);
+  return table([], rows);
+}
+
+function shortFields(fields) {
+  const shown = [];
+  for (const [name, value] of Object.entries(fields)) {
+    if (typeof value === "number") shown.push(`${words(name)} ${number(value)}`);
+    else if (typeof value === "string" && value.length < 200) shown.push(`${words(name)} ${value}`);
+    if (shown.length === 5) break;
+  }
+  return shown.join(", ");
+}
