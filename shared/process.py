@@ -6,6 +6,7 @@ missing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -62,6 +63,19 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def kill_marked(variable: str, value: str) -> None:
+    """Kill every process that was started with `variable=value` in its environment.
+
+    Sessions, groups and dead parents do not matter: descendants inherit their environment.
+    """
+    mark = f"{variable}={value}".encode()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            with contextlib.suppress(OSError):  # gone, or another user's
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(folder.name), signal.SIGKILL)
 
 
 @cache
