@@ -21,6 +21,7 @@ from shared.errors import HttpFailed
 
 _NOT_NOW = (502, 503, 504)
 _EXCERPT_CHARS = 500
+_MAX_ERROR_CHARS = 2**16  # a refused job lists each wrong key
 _CHUNK_BYTES = 2**20
 
 
@@ -118,7 +119,7 @@ class HttpClient:
         except httpx.TransportError as err:
             raise HttpFailed(method, url, None, f"{type(err).__name__}: {err}") from err
         if answer.is_error:
-            raise HttpFailed(method, url, answer.status_code, answer.text[:_EXCERPT_CHARS])
+            raise HttpFailed(method, url, answer.status_code, answer.text[:_MAX_ERROR_CHARS])
         return _decoded(answer)
 
 
