@@ -9,20 +9,26 @@ lines: what counts is this file. The conductor's own events are written in the s
 """
 
 import json
+import math
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from shared.errors import TandemError
+from services.trainer.entries import (
+    BooksViolated,
+    Draw,
+    DroppedGroups,
+    EvalRecord,
+    EvalState,
+    Group,
+    Step,
+)
 from shared.messages import Event
 
 BOOKS_FILE = "books.sqlite"
-GroupState = Literal["open", "trained", "dropped", "skipped"]
-EvalState = Literal["open", "finished", "failed"]
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups(
@@ -34,9 +40,13 @@ CREATE TABLE IF NOT EXISTS groups(
     reason TEXT,
     times_fed INTEGER NOT NULL DEFAULT 1,
     arrived INTEGER NOT NULL DEFAULT 0,
+    during_step INTEGER,
+    reward_sum REAL NOT NULL DEFAULT 0,
+    num_rewards INTEGER NOT NULL DEFAULT 0,
     CHECK ((state = 'trained') = (step IS NOT NULL)),
     CHECK ((state IN ('dropped', 'skipped')) = (reason IS NOT NULL)));
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
+CREATE INDEX IF NOT EXISTS groups_by_step ON groups(during_step);
 CREATE TABLE IF NOT EXISTS steps(
     step INTEGER PRIMARY KEY,
     policy_version INTEGER NOT NULL,
@@ -59,42 +69,10 @@ CREATE TABLE IF NOT EXISTS notes(
     key TEXT PRIMARY KEY,
     value TEXT NOT NULL);
 """
-
-
-class BooksViolated(TandemError):
-    """Something tried to count a group twice, or one that was never drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    draw: int
-    group_id: str
-    state: GroupState
-    min_policy_version: int
-    step: int | None
-    reason: str | None
-    times_fed: int
-    arrived: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Step `step` made policy `policy_version`; `result` is None until the ranks answered."""
-
-    step: int
-    policy_version: int
-    batch_facts: dict[str, Any]
-    result: dict[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class EvalRecord:
-    eval_id: str
-    policy_version: int
-    step: int
-    replica: str
-    deadline_s: float
-    state: EvalState
+_GROUP = (
+    "SELECT draw, group_id, state, min_policy_version, step, reason, times_fed, arrived"
+    " FROM groups "
+)
 
 
 class Books:
@@ -114,38 +92,61 @@ class Books:
 
     # Groups
 
-    def open_group(self, group_id: str, *, draw: int, min_policy_version: int) -> None:
-        """Take a slot for draw `draw`, which must be the next one."""
+    def record_draws(self, draws: Sequence[Draw]) -> None:
+        """Take a slot for each draw, or pass over it; they must be the next ones."""
         with self._writing():
-            self._expect_next(draw)
-            self._db.execute(
-                "INSERT INTO groups(draw, group_id, state, min_policy_version)"
-                " VALUES (?, ?, 'open', ?)",
-                (draw, group_id, min_policy_version),
-            )
+            first = self.next_draw()
+            if [draw.draw for draw in draws] != list(range(first, first + len(draws))):
+                raise BooksViolated(
+                    f"draws {[draw.draw for draw in draws]} do not start at {first}"
+                )
+            for draw in draws:
+                state = "skipped" if draw.skipped_for else "open"
+                self._db.execute(
+                    "INSERT INTO groups(draw, group_id, state, min_policy_version, reason)"
+                    " VALUES (?, ?, ?, ?, ?)",
+                    (draw.draw, draw.group_id, state, draw.min_policy_version, draw.skipped_for),
+                )
+                if draw.event is not None:
+                    self._note_event(draw.event)
 
-    def skip_draw(self, group_id: str, *, draw: int, reason: str, event: Event) -> None:
-        """Pass over draw `draw`: its prompt cannot be asked."""
-        with self._writing():
-            self._expect_next(draw)
-            self._db.execute(
-                "INSERT INTO groups(draw, group_id, state, min_policy_version, reason)"
-                " VALUES (?, ?, 'skipped', 0, ?)",
-                (draw, group_id, reason),
-            )
-            self._note_event(event)
-
-    def drop_group(self, group_id: str, *, reason: str, event: Event, arrived: bool) -> None:
-        """Give the slot of an open group back untrained."""
+    def drop_group(
+        self,
+        group_id: str,
+        *,
+        reason: str,
+        event: Event,
+        rewards: Sequence[float] | None = None,
+    ) -> None:
+        """Give the slot of an open group back; `rewards` are its graded samples if it arrived."""
+        arrived = rewards is not None
         with self._writing():
             changed = self._db.execute(
-                "UPDATE groups SET state = 'dropped', reason = ?, arrived = arrived OR ?"
+                "UPDATE groups SET state = 'dropped', reason = ?, arrived = arrived OR ?,"
+                " during_step = ?, reward_sum = ?, num_rewards = ?"
                 " WHERE group_id = ? AND state = 'open'",
-                (reason, arrived, group_id),
+                (
+                    reason,
+                    arrived,
+                    self.last_step() + 1 if arrived else None,
+                    math.fsum(rewards or ()),
+                    len(rewards or ()),
+                    group_id,
+                ),
             ).rowcount
             if changed != 1:
                 raise BooksViolated(f"{group_id} cannot be dropped ({reason}): it is not open")
             self._note_event(event)
+
+    def dropped_during(self, step: int) -> DroppedGroups:
+        """What arrived and was dropped while the groups of `step` were collected."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT COUNT(*), COALESCE(SUM(reward_sum), 0.0), COALESCE(SUM(num_rewards), 0)"
+                " FROM groups WHERE during_step = ?",
+                (step,),
+            ).fetchone()
+        return DroppedGroups(*row)
 
     def note_arrival(self, group_id: str) -> bool:
         """Whether this is the first time that a result of the group arrives."""
@@ -162,14 +163,14 @@ class Books:
             )
 
     def group(self, group_id: str) -> Group | None:
-        rows = self._groups("SELECT * FROM groups WHERE group_id = ?", group_id)
+        rows = self._groups(_GROUP + "WHERE group_id = ?", group_id)
         return rows[0] if rows else None
 
     def open_groups(self) -> list[Group]:
-        return self._groups("SELECT * FROM groups WHERE state = 'open' ORDER BY draw")
+        return self._groups(_GROUP + "WHERE state = 'open' ORDER BY draw")
 
     def groups_of_step(self, step: int) -> list[Group]:
-        return self._groups("SELECT * FROM groups WHERE step = ? ORDER BY draw", step)
+        return self._groups(_GROUP + "WHERE step = ? ORDER BY draw", step)
 
     def next_draw(self) -> int:
         return int(self._one("SELECT COALESCE(MAX(draw), -1) + 1 FROM groups"))

@@ -1,0 +1,64 @@
+"""How many groups may be out, and what policy version each must be sampled with.
+
+Staleness is bounded here, before anything is sampled: a group that stands n-th in line is trained
+n // (groups a step uses up) steps from now, so its version may be that many behind, less the lag
+that the job allows. What arrives out of line and is too old all the same is dropped and counted.
+"""
+
+import math
+from dataclasses import dataclass
+
+from shared.job import Job
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the job stands; the conductor moves it, others read it."""
+
+    num_steps: int
+    step: int = 0  # the newest step whose batch is durable
+    policy_version: int = 0  # what that step makes, and what the next one trains
+    published_version: int = -1  # newest version offered to servers
+
+    @property
+    def steps_left(self) -> int:
+        return self.num_steps - self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    groups_per_step: int
+    max_lag: int
+    oversampling: float = 1.0
+    max_redraws: float = 8.0
+
+    @classmethod
+    def of(cls, job: Job) -> "Admission":
+        return cls(
+            job.sampling.groups_per_step,
+            job.algorithm.max_lag,
+            job.sampling.oversampling,
+            job.sampling.max_redraws,
+        )
+
+    def max_open(self, progress: Progress) -> int:
+        """Slots: groups drawn and neither trained nor dropped."""
+        batches = min(self.max_lag + 1, progress.steps_left)
+        return math.ceil(batches * self.groups_per_step * self.oversampling)
+
+    def min_policy_version(self, num_ahead: int, progress: Progress) -> int:
+        """The oldest version with which a group behind `num_ahead` open ones may be sampled."""
+        steps_ahead = num_ahead // math.ceil(self.groups_per_step * self.oversampling)
+        behind = max(0, self.max_lag - steps_ahead)
+        return max(0, progress.policy_version - behind)
+
+    def oldest_trainable(self, progress: Progress) -> int:
+        return progress.policy_version - self.max_lag
+
+    def max_carried(self) -> int:
+        """Open groups that may outlive a step; more of them are its surplus."""
+        return math.ceil(self.max_lag * self.groups_per_step * self.oversampling)
+
+    def max_settled_per_step(self) -> int:
+        """Groups that may arrive for one step before it is cut short."""
+        return math.ceil(self.max_redraws * self.groups_per_step)

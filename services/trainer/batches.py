@@ -1,0 +1,209 @@
+"""From graded groups to what one optimiser step trains on: rewards, advantages, samples in order.
+
+Groups stand in draw order whatever order they arrived in, so that a batch, and with it the step,
+is a function of its groups.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.job import Job
+from shared.messages import (
+    GraderError,
+    Outcome,
+    Rollout,
+    Score,
+    ScoredGroup,
+    Timeout,
+    TrainingBatch,
+    TrainingSample,
+)
+
+MIN_REWARD_SPREAD = 1e-6  # rewards closer than this are equal up to float noise
+RIGHT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """A collected group; `rewards[i]` belongs to rollout i."""
+
+    entry_id: bytes
+    scored: ScoredGroup
+    rewards: tuple[float, ...]
+
+    @property
+    def group_id(self) -> str:
+        return self.scored.group.prompt.group_id
+
+    @property
+    def draw(self) -> int:
+        return self.scored.group.prompt.draw
+
+    @property
+    def oldest_version(self) -> int | None:
+        return oldest_version(self.scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """Why a group cannot be trained, and what its graded samples earned."""
+
+    reason: str
+    rewards: tuple[float, ...]
+
+
+def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[float, ...] | Unusable:
+    """The rewards of a group's samples, or why it is not trained on."""
+    graded = tuple(outcome.value for outcome in scored.outcomes if isinstance(outcome, Score))
+    oldest = oldest_version(scored)
+    if any(rollout.finish_reason == "abort" for rollout in scored.group.rollouts):
+        return Unusable("aborted", graded)
+    if oldest is None:
+        return Unusable("empty_responses", graded)
+    if oldest < oldest_trainable:
+        return Unusable("too_old", graded)
+    rewards: list[float] = []
+    for outcome in scored.outcomes:
+        reward = _reward(outcome, zero_unparseable=job.reward.unscored == "zero")
+        if reward is None:
+            return Unusable(_unscored_reason(scored.outcomes), graded)
+        rewards.append(reward)
+    if job.sampling.dynamic and max(rewards) - min(rewards) <= MIN_REWARD_SPREAD:
+        return Unusable(_no_variance_reason(rewards), graded)
+    return tuple(rewards)
+
+
+def oldest_version(scored: ScoredGroup) -> int | None:
+    """The oldest policy version in any response; None when all are empty."""
+    versions = [rollout.oldest_version for rollout in scored.group.rollouts]
+    return min((version for version in versions if version is not None), default=None)
+
+
+def group_advantages(
+    rewards: Sequence[float], *, normalise_by_std: bool
+) -> npt.NDArray[np.float64]:
+    """Rewards less their mean [n], float64; divided by their standard deviation if asked.
+
+    GRPO, arXiv 2402.03300 section 4.1.2 (outcome supervision); without the division it is Dr.GRPO,
+    arXiv 2503.20783. Rewards that are equal up to float noise give exact zeros.
+    """
+    values = np.asarray(rewards, np.float64)
+    if values.max() - values.min() <= MIN_REWARD_SPREAD:
+        return np.zeros_like(values)
+    centred: npt.NDArray[np.float64] = values - values.mean()
+    if normalise_by_std:
+        centred /= values.std()
+    return centred
+
+
+def build_batch(
+    kept: Sequence[KeptGroup], *, job: Job, job_id: str, step: int, policy_version: int
+) -> TrainingBatch:
+    """The batch of step `step`, which trains `policy_version`. Empty responses are left out."""
+    ordered = sorted(kept, key=lambda group: group.draw)
+    return TrainingBatch(
+        job_id=job_id,
+        step=step,
+        policy_version=policy_version,
+        temperature=job.sampling.temperature,
+        samples=[sample for group in ordered for sample in _samples(group, job)],
+        group_ids=[group.group_id for group in ordered],
+    )
+
+
+def batch_facts(
+    batch: TrainingBatch, kept: Sequence[KeptGroup], *, reward_sum: float, num_rewards: int
+) -> dict[str, Any]:
+    """What is known of a step before it is taken, by the names of the `step` event.
+
+    `reward_sum` over `num_rewards` graded samples are those of the groups dropped meanwhile.
+    """
+    rewards = [reward for group in kept for reward in group.rewards]
+    graded = [o.value for group in kept for o in group.scored.outcomes if isinstance(o, Score)]
+    rollouts = [rollout for group in kept for rollout in group.scored.group.rollouts]
+    lengths = [len(rollout.response_token_ids) for rollout in rollouts]
+    lags, weights = _lags(rollouts, batch.policy_version)
+    num_graded = len(graded) + num_rewards
+    return {
+        "groups": len(batch.group_ids),
+        "samples": len(batch.samples),
+        "tokens": sum(len(sample.token_ids) for sample in batch.samples),
+        "response_tokens": sum(lengths),
+        "empty_responses": lengths.count(0),
+        "reward_raw": (math.fsum(graded) + reward_sum) / num_graded if num_graded else None,
+        "reward_trained": math.fsum(rewards) / len(rewards),
+        "response_tokens_mean": sum(lengths) / len(lengths),
+        "truncated_share": _share(rollouts, "length"),
+        "lag_mean": float(np.average(lags, weights=weights)) if weights else 0.0,
+        "lag_max": max(lags, default=0),
+    }
+
+
+def outcome_counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    return dict(Counter(outcome.kind for outcome in outcomes))
+
+
+def _samples(group: KeptGroup, job: Job) -> list[TrainingSample]:
+    prompt = group.scored.group.prompt
+    advantages = group_advantages(group.rewards, normalise_by_std=job.algorithm.normalise_by_std)
+    return [
+        TrainingSample(
+            rollout_id=rollout.rollout_id,
+            group_id=group.group_id,
+            token_ids=np.concatenate([prompt.prompt_token_ids, rollout.response_token_ids]),
+            num_prompt_tokens=len(prompt.prompt_token_ids),
+            sampler_logprobs=rollout.logprobs,
+            advantage=float(advantage),
+            reward=reward,
+            oldest_version=rollout.oldest_version,
+            expert_ids=rollout.expert_ids,
+        )
+        for rollout, reward, advantage in zip(
+            group.scored.group.rollouts, group.rewards, advantages, strict=True
+        )
+        if rollout.oldest_version is not None
+    ]
+
+
+def _lags(rollouts: Sequence[Rollout], policy_version: int) -> tuple[list[int], list[int]]:
+    """Versions that each span is behind the trained one, and its number of tokens."""
+    spans = [span for rollout in rollouts for span in rollout.version_spans]
+    return (
+        [policy_version - span.policy_version for span in spans],
+        [span.num_tokens for span in spans],
+    )
+
+
+def _share(rollouts: Sequence[Rollout], finish_reason: str) -> float:
+    return sum(rollout.finish_reason == finish_reason for rollout in rollouts) / len(rollouts)
+
+
+def _reward(outcome: Outcome, *, zero_unparseable: bool) -> float | None:
+    if isinstance(outcome, Score):
+        return outcome.value
+    if outcome.kind == "unparseable" and zero_unparseable:
+        return 0.0
+    return None
+
+
+def _unscored_reason(outcomes: Sequence[Outcome]) -> str:
+    """The gravest of the reasons names the group."""
+    if any(isinstance(outcome, GraderError) for outcome in outcomes):
+        return "unscored_error"
+    if any(isinstance(outcome, Timeout) for outcome in outcomes):
+        return "unscored_timeout"
+    return "unscored_unparseable"
+
+
+def _no_variance_reason(rewards: Sequence[float]) -> str:
+    if min(rewards) >= RIGHT - MIN_REWARD_SPREAD:
+        return "no_variance_all_right"
+    if max(rewards) <= MIN_REWARD_SPREAD:
+        return "no_variance_all_wrong"
+    return "no_variance_same"

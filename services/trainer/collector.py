@@ -1,0 +1,259 @@
+"""Takes graded groups from the stream, settles each once, and keeps what steps will train on.
+
+    groups stream ──> poison ─> buried   seen before ─> acked, counted   unusable ─> dropped
+                  └─> kept, unacked ──take()──> a step's worth, acked once it is trained
+
+A kept group stays unacked: should this process die, the broker gives it again.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import structlog
+from redis.asyncio import Redis
+
+from services.trainer.admission import Admission, Progress
+from services.trainer.batches import KeptGroup, Unusable, judge, outcome_counts
+from services.trainer.books import Books
+from services.trainer.entries import Group
+from services.trainer.events import EventLog, EventMaker
+from services.trainer.feeder import Feeder
+from services.trainer.prompts import PromptSource
+from shared import topology
+from shared.errors import DeadlineExceeded, Rejected, TandemError
+from shared.messages import PromptGroup, ScoredGroup
+from shared.session import Session
+from shared.streams import Consumer, Delivery
+from shared.tasks import wait_for_event
+from shared.telemetry import counter
+
+log = structlog.get_logger()
+_MAX_UNACKED_BESIDE_KEPT = 64
+
+
+class StepStarved(TandemError):
+    """As many groups as the job allows were settled for one step, and none can be trained."""
+
+
+class Collector:
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        books: Books,
+        source: PromptSource,
+        feeder: Feeder,
+        admission: Admission,
+        progress: Progress,
+        record: EventLog,
+        events: EventMaker,
+        name: str,
+    ) -> None:
+        self._books = books
+        self._source = source
+        self._feeder = feeder
+        self._admission = admission
+        self._progress = progress
+        self._record = record
+        self._events = events
+        self._kept: dict[str, KeptGroup] = {}
+        self._taken: dict[str, KeptGroup] = {}  # by a step that is not finished yet
+        self._changed = asyncio.Event()
+        self._session: Session | None = None
+        self._consumer = Consumer(redis, topology.groups(source.job_id), topology.TRAINERS, name)
+        self._settled = counter(
+            "trainer_groups_total", "Groups by what became of them.", ("outcome",)
+        )
+        self.last_arrival_s = time.monotonic()
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def held_ids(self) -> set[str]:
+        """Groups that this process has in hand."""
+        return {*self._kept, *self._taken}
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Consume until `stop`; what is kept then goes back to the broker."""
+        max_unacked = self._admission.max_open(self._progress) + _MAX_UNACKED_BESIDE_KEPT
+        async with self._consumer.session() as session:
+            self._session = session
+            try:
+                async for delivery in session.deliveries(stop, max_unacked=max_unacked):
+                    await self._settle(session, delivery)
+            finally:
+                self._session = None
+
+    async def take(self, *, deadline_s: float) -> list[KeptGroup]:
+        """A step's worth of groups, lowest draws first; they are no longer kept here.
+
+        Fewer come when `max_redraws` is reached; `StepStarved` when even then there is none, and
+        `DeadlineExceeded` after `deadline_s`.
+        """
+        ends_s = time.monotonic() + deadline_s
+        wanted = self._admission.groups_per_step
+        while True:
+            await self._drop_outdated()
+            if len(self._kept) >= wanted or self._redraws_used_up():
+                break
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0:
+                have = f"{len(self._kept)} of {wanted} groups are there"
+                raise DeadlineExceeded(
+                    f"the groups of step {self._progress.step + 1}: {have}", deadline_s
+                )
+            self._changed.clear()
+            await wait_for_event(self._changed, min(left_s, 1.0))
+        if not self._kept:
+            raise StepStarved(self._starved())
+        chosen = sorted(self._kept.values(), key=lambda group: group.draw)[:wanted]
+        self._taken = {group.group_id: self._kept.pop(group.group_id) for group in chosen}
+        return chosen
+
+    async def finish(self, groups: Sequence[KeptGroup]) -> None:
+        """Ack groups that are trained. Those of a broken session come again and are refused."""
+        self._taken = {}
+        self._feeder.forget(group.group_id for group in groups)
+        self._settled.labels("trained").inc(len(groups))
+        if self._session is not None:
+            await self._session.ack([group.entry_id for group in groups])
+
+    async def drop_surplus(self, *, max_carried: int) -> None:
+        """Give up the oldest open groups beyond those that the next steps can use."""
+        entries = self._books.open_groups()
+        await self.drop(entries[: max(0, len(entries) - max_carried)], reason="surplus")
+
+    async def drop(self, entries: Sequence[Group], *, reason: str, **fields: object) -> None:
+        """Drop open groups wherever they are."""
+        for entry in entries:
+            kept = self._kept.pop(entry.group_id, None)
+            event = self._events("group_dropped", group_id=entry.group_id, reason=reason, **fields)
+            rewards = None if kept is None else kept.rewards
+            self._books.drop_group(entry.group_id, reason=reason, event=event, rewards=rewards)
+            self._settled.labels(reason).inc()
+            if kept is not None and self._session is not None:
+                await self._session.ack([kept.entry_id])
+        self._record.flush_journal()
+        await self._feeder.withdraw(entry.group_id for entry in entries)
+
+    async def _settle(self, session: Session, delivery: Delivery) -> None:
+        self.last_arrival_s = time.monotonic()
+        try:
+            scored = ScoredGroup.unpack(delivery.body)
+            entry = self._checked(scored.group.prompt)
+            self._check_rollouts(scored)
+        except Rejected as err:
+            await session.bury(delivery, str(err))
+            return
+        name = entry.group_id
+        held = self._kept.get(name) or self._taken.get(name)
+        if held is not None and held.entry_id == delivery.entry_id:
+            return  # the broker gave what we hold once more
+        if held is not None or entry.state != "open":
+            await self._refuse_again(session, delivery, entry)
+            return
+        self._books.note_arrival(name)
+        verdict = judge(
+            scored,
+            job=self._source.job,
+            oldest_trainable=self._admission.oldest_trainable(self._progress),
+        )
+        if isinstance(verdict, Unusable):
+            await self._drop_arrived(session, delivery, scored, verdict)
+        else:
+            self._kept[name] = KeptGroup(delivery.entry_id, scored, verdict)
+        self._changed.set()
+
+    def _checked(self, prompt: PromptGroup) -> Group:
+        """The books' entry of the group, if the prompt is the one that was drawn."""
+        if prompt.job_id != self._source.job_id:
+            raise Rejected(f"{prompt.group_id} belongs to job {prompt.job_id}")
+        entry = self._books.group(prompt.group_id)
+        if entry is None or entry.state == "skipped":
+            raise Rejected(f"{prompt.group_id} was never drawn")
+        drawn = self._source.group(entry.draw, min_policy_version=entry.min_policy_version)
+        assert isinstance(drawn, PromptGroup)
+        if prompt.draw != entry.draw or prompt.num_samples != drawn.num_samples:
+            raise Rejected(f"{prompt.group_id}: draw or number of samples is not what was asked")
+        if not np.array_equal(prompt.prompt_token_ids, drawn.prompt_token_ids):
+            raise Rejected(f"{prompt.group_id}: the prompt's tokens are not those that were drawn")
+        return entry
+
+    def _check_rollouts(self, scored: ScoredGroup) -> None:
+        for rollout in scored.group.rollouts:
+            ids = rollout.response_token_ids
+            if len(ids) and not (ids.min() >= 0 and ids.max() < self._source.vocab_size):
+                raise Rejected(
+                    f"{rollout.rollout_id}: token ids from {ids.min()} to {ids.max()}, "
+                    f"the vocabulary has {self._source.vocab_size}"
+                )
+            newest = max((span.policy_version for span in rollout.version_spans), default=0)
+            if newest > self._progress.policy_version:
+                raise Rejected(
+                    f"{rollout.rollout_id}: sampled by version {newest}, the newest one is "
+                    f"{self._progress.policy_version}"
+                )
+
+    async def _refuse_again(self, session: Session, delivery: Delivery, entry: Group) -> None:
+        """Ack what was settled before: a duplicate, or the first arrival of a dropped group."""
+        if self._books.note_arrival(entry.group_id):
+            log.info("late_group_ignored", group_id=entry.group_id, reason=entry.reason)
+            self._settled.labels("late").inc()
+        else:
+            event = self._events(
+                "duplicate_refused", group_id=entry.group_id, settled_as=entry.state
+            )
+            self._record.note(event)
+            self._settled.labels("duplicate").inc()
+        await session.ack([delivery.entry_id])
+
+    async def _drop_arrived(
+        self, session: Session, delivery: Delivery, scored: ScoredGroup, verdict: Unusable
+    ) -> None:
+        name = scored.group.prompt.group_id
+        rewards = verdict.rewards
+        event = self._events(
+            "group_dropped",
+            group_id=name,
+            reason=verdict.reason,
+            reward_mean=sum(rewards) / len(rewards) if rewards else None,
+            outcomes=outcome_counts(scored.outcomes),
+        )
+        self._books.drop_group(name, reason=verdict.reason, event=event, rewards=rewards)
+        self._record.flush_journal()
+        self._settled.labels(verdict.reason).inc()
+        self._feeder.forget([name])
+        await session.ack([delivery.entry_id])
+        await self._feeder.fill()
+
+    async def _drop_outdated(self) -> None:
+        """Drop kept groups that a later version has overtaken."""
+        oldest = self._admission.oldest_trainable(self._progress)
+        outdated = [
+            name for name, group in self._kept.items() if (group.oldest_version or 0) < oldest
+        ]
+        if outdated:
+            entries = [entry for name in outdated if (entry := self._books.group(name))]
+            await self.drop(entries, reason="too_old")
+            await self._feeder.fill()
+
+    def _redraws_used_up(self) -> bool:
+        dropped = self._books.dropped_during(self._progress.step + 1)
+        settled = dropped.num_groups + len(self._kept)
+        return settled >= self._admission.max_settled_per_step()
+
+    def _starved(self) -> str:
+        reasons = {
+            key.removeprefix("dropped:"): number
+            for key, number in self._books.counts().items()
+            if key.startswith("dropped:")
+        }
+        told = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
+        return (
+            f"step {self._progress.step + 1}: {self._admission.max_settled_per_step()} groups "
+            f"(sampling.max_redraws x groups_per_step) were settled and none can be trained; "
+            f"dropped so far in this job: {told}"
+        )

@@ -1,0 +1,174 @@
+"""Evaluations of pinned versions: one server is held at a version until its result is there.
+
+due ──> a server serves the version ──> hold it, ask for the evaluation ──> go on training
+                                          └── eval_finished, eval_failed or the deadline: release
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+from redis.asyncio import Redis
+
+from services.trainer.books import Books
+from services.trainer.entries import EvalRecord
+from services.trainer.events import EventLog, EventMaker
+from services.trainer.publisher import Publisher
+from shared import topology
+from shared.job import Job
+from shared.messages import EvalRequested, Event
+from shared.streams import publish
+from shared.tasks import wait_for_event
+from shared.telemetry import now_s
+
+log = structlog.get_logger()
+CHECK_S = 0.5
+
+
+class Evaluations:
+    """The books say which evaluations are open; holds follow from them."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        job_id: str,
+        job: Job,
+        books: Books,
+        record: EventLog,
+        events: EventMaker,
+    ) -> None:
+        self._redis = redis
+        self._job_id = job_id
+        self._job = job
+        self._books = books
+        self._record = record
+        self._events = events
+        self._open = {one.eval_id: one for one in books.evals() if one.state == "open"}
+        self._closed = asyncio.Event()
+        self.on_release: Callable[[], None] = lambda: None
+
+    def holds(self) -> dict[str, int]:
+        """Replica -> version that it must keep serving."""
+        return {one.replica: one.policy_version for one in self._open.values()}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def due(self, step: int, policy_version: int) -> bool:
+        """Whether the version made by `step` is to be evaluated and has not been asked for."""
+        section = self._job.eval
+        if section is None or (step % section.every_steps and step != self._job.steps):
+            return False
+        return all(one.policy_version != policy_version for one in self._books.evals())
+
+    async def request(self, step: int, policy_version: int, publisher: Publisher) -> bool:
+        """Hold a server of `policy_version` and ask; False if none served it in time."""
+        section = self._job.eval
+        assert section is not None
+        eval_id = f"{self._job_id}.e{policy_version:08d}"
+        replica = await self._free_server(policy_version, publisher, section.deadline_s)
+        deadline_s = now_s() + section.deadline_s
+        asked = EvalRecord(eval_id, policy_version, step, replica or "", deadline_s, "open")
+        self._books.open_eval(
+            asked,
+            self._events(
+                "eval_requested",
+                eval_id=eval_id,
+                policy_version=policy_version,
+                step=step,
+                replica=replica,
+                suite=section.suite,
+            ),
+        )
+        self._record.flush_journal()
+        if replica is None:
+            self._fail(asked, f"no server served version {policy_version}")
+            return False
+        self._open[eval_id] = asked
+        await self.announce()
+        await self._publish(asked)
+        return True
+
+    async def announce(self) -> None:
+        """Write the holds where servers look."""
+        key = topology.holds(self._job_id)
+        holds = self.holds()
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.delete(key)
+            if holds:
+                pipe.hset(key, mapping={name: str(version) for name, version in holds.items()})
+            await pipe.execute()
+
+    async def ask_again(self) -> None:
+        """Publish open requests once more, to a broker that may have lost them."""
+        for asked in self._open.values():
+            await self._publish(asked)
+
+    async def on_event(self, event: Event) -> None:
+        """An evaluator's result or failure ends the hold; a second one changes nothing."""
+        asked = self._open.get(str(event.fields.get("eval_id")))
+        if asked is None or event.name not in ("eval_finished", "eval_failed"):
+            return
+        finished = event.name == "eval_finished"
+        self._books.close_eval(asked.eval_id, state="finished" if finished else "failed")
+        await self._release(asked)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Give up, until `stop`, what is not answered by its deadline."""
+        while not stop.is_set():
+            for asked in list(self._open.values()):
+                if now_s() > asked.deadline_s:
+                    self._fail(asked, "no result by the deadline (eval.deadline_s)")
+                    await self._release(asked)
+            await wait_for_event(stop, CHECK_S)
+
+    async def wait_all(self) -> None:
+        """Until no evaluation is open; their deadlines bound it."""
+        while self._open:
+            self._closed.clear()
+            await wait_for_event(self._closed, 1.0)
+
+    async def _free_server(
+        self, policy_version: int, publisher: Publisher, deadline_s: float
+    ) -> str | None:
+        """A server of that version that is not held yet; None when none appears in time."""
+        ends_s = time.monotonic() + deadline_s
+        while time.monotonic() < ends_s:
+            await publisher.wait_served(policy_version, deadline_s=1.0)
+            held = self.holds()
+            free = [name for name in publisher.serving(policy_version) if name not in held]
+            if free:
+                return free[-1]
+            await asyncio.sleep(0.1)
+        return None
+
+    async def _publish(self, asked: EvalRecord) -> None:
+        message = EvalRequested(
+            job_id=self._job_id,
+            eval_id=asked.eval_id,
+            policy_version=asked.policy_version,
+            step=asked.step,
+            deadline_s=asked.deadline_s,
+        )
+        await publish(self._redis, topology.evals(self._job_id), message.pack())
+
+    def _fail(self, asked: EvalRecord, error: str) -> None:
+        log.warning("eval_failed", eval_id=asked.eval_id, error=error)
+        event = self._events(
+            "eval_failed",
+            eval_id=asked.eval_id,
+            policy_version=asked.policy_version,
+            step=asked.step,
+            error=error,
+        )
+        self._books.close_eval(asked.eval_id, state="failed", event=event)
+        self._record.flush_journal()
+
+    async def _release(self, asked: EvalRecord) -> None:
+        self._open.pop(asked.eval_id, None)
+        await self.announce()
+        self._closed.set()
+        self.on_release()

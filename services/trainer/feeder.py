@@ -1,0 +1,120 @@
+"""Draws prompts into free slots, and asks again for groups that got lost.
+
+free slot ──> draw ──> books (open) ──> prompts stream
+                         └── open, but in no stream ──> prompts stream, under the same id
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+import structlog
+from redis.asyncio import Redis
+
+from services.trainer.admission import Admission, Progress
+from services.trainer.books import Books
+from services.trainer.entries import Draw, Group
+from services.trainer.events import EventMaker
+from services.trainer.prompts import NoPromptFits, PromptSource, TooLong, group_id
+from shared import topology
+from shared.messages import PromptGroup
+from shared.streams import publish_many
+
+log = structlog.get_logger()
+
+
+class Feeder:
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        books: Books,
+        source: PromptSource,
+        admission: Admission,
+        progress: Progress,
+        events: EventMaker,
+    ) -> None:
+        self._redis = redis
+        self._books = books
+        self._source = source
+        self._admission = admission
+        self._progress = progress
+        self._events = events
+        self._stream = topology.prompts(source.job_id)
+        self._turn = asyncio.Lock()
+        self._entry_ids: dict[str, bytes] = {}  # of prompts that this process published
+
+    async def fill(self) -> int:
+        """Draw a prompt for every free slot; how many groups were opened."""
+        async with self._turn:
+            groups = self._draw_for_free_slots()
+            await self._publish(groups)
+        return len(groups)
+
+    async def feed_again(self, lost: Iterable[Group]) -> None:
+        """Publish open groups once more, exactly as they were drawn."""
+        async with self._turn:
+            groups = []
+            for entry in lost:
+                group = self._source.group(entry.draw, min_policy_version=entry.min_policy_version)
+                assert isinstance(group, PromptGroup), f"{entry.group_id} was opened, so it fits"
+                self._books.note_fed_again(entry.group_id)
+                log.info("group_fed_again", group_id=entry.group_id, times_fed=entry.times_fed + 1)
+                groups.append(group)
+            await self._publish(groups)
+
+    async def withdraw(self, group_ids: Iterable[str]) -> None:
+        """Take prompts that nobody needs any more out of the stream, as far as we know them."""
+        ids = [self._entry_ids.pop(name) for name in group_ids if name in self._entry_ids]
+        if not ids:
+            return
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.xack(self._stream, topology.SAMPLERS, *ids)
+            pipe.xdel(self._stream, *ids)
+            await pipe.execute()
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """Their prompts were answered; there is nothing left to withdraw."""
+        for name in group_ids:
+            self._entry_ids.pop(name, None)
+
+    def _draw_for_free_slots(self) -> list[PromptGroup]:
+        num_open = self._books.num_open()
+        num_free = self._admission.max_open(self._progress) - num_open
+        first = draw = self._books.next_draw()
+        draws: list[Draw] = []
+        groups: list[PromptGroup] = []
+        while len(groups) < num_free:
+            if draw - first - len(groups) >= len(self._source.rows):
+                raise NoPromptFits(
+                    f"none of the next {len(self._source.rows)} prompts fits into "
+                    f"{self._source.max_prompt_tokens} tokens (sampling.context_length "
+                    f"less sampling.max_response_tokens)"
+                )
+            version = self._admission.min_policy_version(num_open + len(groups), self._progress)
+            drawn = self._source.group(draw, min_policy_version=version)
+            draws.append(self._entry(draw, version, drawn))
+            if isinstance(drawn, PromptGroup):
+                groups.append(drawn)
+            draw += 1
+        if draws:
+            self._books.record_draws(draws)
+        return groups
+
+    def _entry(self, draw: int, version: int, drawn: PromptGroup | TooLong) -> Draw:
+        name = group_id(self._source.job_id, draw)
+        if isinstance(drawn, PromptGroup):
+            return Draw(draw, name, version)
+        event = self._events(
+            "prompt_skipped",
+            row=drawn.row,
+            source=drawn.source,
+            tokens=drawn.num_tokens,
+            limit=drawn.limit,
+        )
+        return Draw(draw, name, version, "too_long", event)
+
+    async def _publish(self, groups: list[PromptGroup]) -> None:
+        if groups:
+            bodies = [group.pack() for group in groups]
+            ids = await publish_many(self._redis, self._stream, bodies)
+            self._entry_ids |= zip((group.group_id for group in groups), ids, strict=True)

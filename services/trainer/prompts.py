@@ -1,0 +1,133 @@
+"""From a draw's number to what is asked: row, tokens, seed, all a function of (job, draw).
+
+Nothing is remembered, so a group that got lost anywhere can be asked again under its own id.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from shared.data import Row, draw_order, load_rows
+from shared.errors import TandemError
+from shared.job import Job, expand_path
+from shared.messages import PromptGroup, SamplingParams
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILES = ("config.json", "generation_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """The prompt of a draw leaves no room for a response."""
+
+    row: int
+    source: str
+    num_tokens: int
+    limit: int
+
+
+class NoPromptFits(TandemError):
+    """Not one prompt of the data set fits into the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """The job's prompts in the order of draws."""
+
+    job_id: str
+    job: Job
+    rows: Sequence[Row]
+    encode: Callable[[str], list[int]]
+    stop_token_ids: list[int]
+    vocab_size: int
+
+    @classmethod
+    def load(cls, job_id: str, job: Job) -> "PromptSource":
+        """Read data set and tokenizer; blocks. Raises `DataError`, or OSError for a checkpoint."""
+        checkpoint = expand_path(job.model.rollout_checkpoint)
+        tokenizer = Tokenizer.from_file(str(checkpoint / TOKENIZER_FILE))
+        config = _config(checkpoint)
+        return cls(
+            job_id,
+            job,
+            load_rows(job.data),
+            lambda text: list(tokenizer.encode(text).ids),
+            stop_token_ids(config),
+            int(str(config.get("vocab_size", tokenizer.get_vocab_size()))),
+        )
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self.job.sampling.context_length - self.job.sampling.max_response_tokens
+
+    def row_of(self, draw: int) -> Row:
+        seed = self.job.seed if self.job.data.shuffle else None
+        return self.rows[draw_order(seed, len(self.rows), draw)]
+
+    def group(self, draw: int, *, min_policy_version: int) -> PromptGroup | TooLong:
+        row = self.row_of(draw)
+        token_ids = self.encode(row.prompt)
+        if len(token_ids) > self.max_prompt_tokens:
+            return TooLong(row.index, row.source, len(token_ids), self.max_prompt_tokens)
+        sampling = self.job.sampling
+        return PromptGroup(
+            job_id=self.job_id,
+            group_id=group_id(self.job_id, draw),
+            draw=draw,
+            prompt_token_ids=np.asarray(token_ids, np.int32),
+            prompt_text=row.prompt,
+            gold=row.gold,
+            grader=self.job.reward.grader,
+            num_samples=sampling.samples_per_prompt,
+            sampling=SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_response_tokens=sampling.max_response_tokens,
+                stop_token_ids=self.stop_token_ids,
+            ),
+            seed=draw_seed(self.job.seed, draw),
+            min_policy_version=min_policy_version,
+        )
+
+    def probe_sequences(self, number: int, *, max_tokens: int = 128) -> list[list[int]]:
+        """Token ids of the file's first prompts of two tokens or more, cut to `max_tokens`."""
+        found: list[list[int]] = []
+        for row in self.rows:
+            if len(found) == number:
+                break
+            if len(token_ids := self.encode(row.prompt)[:max_tokens]) >= 2:
+                found.append(token_ids)
+        return found
+
+
+def group_id(job_id: str, draw: int) -> str:
+    return f"{job_id}.g{draw:06d}"
+
+
+def draw_seed(seed: int, draw: int) -> int:
+    """53 bits, so that it stays exact in JSON."""
+    digest = blake2b(b"%d/%d" % (seed, draw), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 11
+
+
+def stop_token_ids(config: dict[str, object]) -> list[int]:
+    """`eos_token_id` of a checkpoint's configuration: one id, several, or none."""
+    found = config.get("eos_token_id")
+    if isinstance(found, int):
+        return [found]
+    return [int(token_id) for token_id in found] if isinstance(found, list) else []
+
+
+def _config(checkpoint: Path) -> dict[str, object]:
+    """Both configuration files in one; what governs generation wins."""
+    merged: dict[str, object] = {}
+    for name in CONFIG_FILES:
+        if (path := checkpoint / name).exists():
+            merged |= json.loads(path.read_text())
+    return merged
