@@ -45,7 +45,7 @@ class DeadlineExceeded(TandemError):
 
 
 class HttpFailed(TandemError):
-    """`status` is None when no answer arrived; `body` is the answer's, cut if long, or the cause."""
+    """`status` is None when no answer arrived; `body` is the answer (cut if long) or the cause."""
 
     def __init__(self, method: str, url: str, status: int | None, body: str) -> None:
         super().__init__(f"{method} {url}: {status or 'no answer'}: {body[:500]}")
