@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.models.deepseek_v4.layers import wide
+from services.trainer.models.deepseek_v4.layers import row_dots, wide
 
 QUERY_CHUNK = 128
 
@@ -54,69 +54,61 @@ class _Attend(torch.autograd.Function):
         reach: Reach,
     ) -> Tensor:
         out = torch.empty_like(q)
-        log_total = torch.empty(q.shape[:-1], dtype=wide(q).dtype, device=q.device)
-        sink_wide = wide(sink)
         for chunk in _chunks(q, kv, entries, selected, reach):
-            scores = chunk.scores()
-            top = torch.maximum(scores.amax(-1), sink_wide)
-            weights = scores.sub_(top.unsqueeze(-1)).exp_()
-            total = weights.sum(-1).add_(torch.exp(sink_wide - top))
-            mixed = torch.bmm(weights.flatten(1, 2), chunk.keys).view_as(chunk.q)
-            out[:, chunk.queries] = mixed.div_(total.unsqueeze(-1)).to(q.dtype)
-            log_total[:, chunk.queries] = top.add_(total.log_())
-        ctx.save_for_backward(q, kv, sink, entries, selected, out, log_total)
+            mixed = torch.bmm(chunk.weights(sink), chunk.keys)
+            out[:, chunk.queries] = mixed.view_as(chunk.q).to(q.dtype)
+        ctx.save_for_backward(q, kv, sink, entries, selected, out)
         ctx.reach = reach
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, sink, entries, selected, out, log_total = ctx.saved_tensors
+        q, kv, sink, entries, selected, out = ctx.saved_tensors
         grad_q = torch.empty_like(q)
         grad_kv = torch.zeros_like(kv, dtype=wide(kv).dtype)
         grad_entries = None if entries is None else torch.zeros_like(entries, dtype=grad_kv.dtype)
+        grad_sink = torch.zeros_like(sink, dtype=grad_kv.dtype)
         for chunk in _chunks(q, kv, entries, selected, ctx.reach):
-            weights = chunk.scores().sub_(log_total[:, chunk.queries].unsqueeze(-1)).exp_()
+            weights = chunk.weights(sink)
             grad = wide(grad_out[:, chunk.queries]).flatten(1, 2)
-            along = torch.linalg.vecdot(grad, wide(out[:, chunk.queries]).flatten(1, 2))
-            weights = weights.flatten(1, 2)
+            along = row_dots(grad, wide(out[:, chunk.queries]).flatten(1, 2))
             grad_scores = torch.bmm(grad, chunk.keys.transpose(1, 2)).sub_(along.unsqueeze(-1))
-            grad_scores.mul_(weights).mul_(chunk.scale)
+            grad_scores.mul_(weights)
+            grad_sink += grad_scores[..., -1].view(-1, sink.size(0)).sum(0)
+            grad_scores.mul_(chunk.scale)
             grad_q[:, chunk.queries] = torch.bmm(grad_scores, chunk.keys).view_as(chunk.q)
             grad_keys = torch.bmm(grad_scores.transpose(1, 2), chunk.q.flatten(1, 2))
             grad_keys.baddbmm_(weights.transpose(1, 2), grad)
             grad_kv[:, chunk.tokens] += grad_keys[:, : chunk.num_tokens]
             if grad_entries is not None:
-                grad_entries[:, : chunk.num_entries] += grad_keys[:, chunk.num_tokens :]
-        grad_sink = _sink_gradient(sink, log_total, grad_out, out)
+                grad_entries[:, : chunk.num_entries] += grad_keys[:, chunk.num_tokens : -1]
         if grad_entries is not None:
             grad_entries = grad_entries.to(entries.dtype)
-        return grad_q, grad_kv.to(kv.dtype), grad_sink, grad_entries, None, None
-
-
-def _sink_gradient(sink: Tensor, log_total: Tensor, grad_out: Tensor, out: Tensor) -> Tensor:
-    """The sink's weight is exp(sink - log_total) and its value is zero."""
-    along = torch.linalg.vecdot(wide(grad_out), wide(out))
-    return (torch.exp(wide(sink) - log_total) * along).sum((0, 1)).neg_().to(sink.dtype)
+        return grad_q, grad_kv.to(kv.dtype), grad_sink.to(sink.dtype), grad_entries, None, None
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Queries `queries` with the keys they may see: `num_tokens` window tokens, then entries."""
+    """Some queries with the keys they may see: window tokens, then entries, then the sink.
+
+    The sink is a key of zeros: it scores 0, to which the head's sink is added, and its value is 0.
+    """
 
     queries: slice
     tokens: slice
     q: Tensor  # [B, c, H, K] FP32
-    keys: Tensor  # [B, n, K] FP32
-    hidden: Tensor  # [c, n] or [B, c, n] bool: may not be seen
+    keys: Tensor  # [B, num_tokens + num_entries + 1, K] FP32
+    bias: Tensor  # [c, n] or [B, c, n] FP32: -inf where a key may not be seen, else 0
     num_tokens: int
     num_entries: int
     scale: float
 
-    def scores(self) -> Tensor:
-        """`[B, c, H, n]`, hidden keys at -inf."""
+    def weights(self, sink: Tensor) -> Tensor:
+        """Softmax over the keys and the sink, `[B, c · H, n]` FP32."""
         scores = torch.bmm(self.q.flatten(1, 2), self.keys.transpose(1, 2)).mul_(self.scale)
-        scores = scores.view(*self.q.shape[:-1], -1)
-        return scores.masked_fill_(self.hidden.unsqueeze(-2), float("-inf"))
+        by_head = scores.view(*self.q.shape[:-1], -1).add_(self.bias.unsqueeze(-2))
+        by_head[..., -1].add_(wide(sink))
+        return torch.softmax(scores, -1)
 
 
 def _chunks(
@@ -126,26 +118,44 @@ def _chunks(
     for start in range(0, length, QUERY_CHUNK):
         stop = min(start + QUERY_CHUNK, length)
         first = max(0, start - reach.window + 1)
-        position = torch.arange(start, stop, device=q.device).unsqueeze(-1)
-        token = torch.arange(first, stop, device=q.device)
-        hidden = (token > position) | (token <= position - reach.window)
-        keys = wide(kv[:, first:stop])
         num_entries = 0 if entries is None else min(entries.size(1), stop // reach.ratio)
-        if num_entries and entries is not None:
-            keys = torch.cat((keys, wide(entries[:, :num_entries])), 1)
-            entry = torch.arange(num_entries, device=q.device)
-            unseen = entry >= (position + 1) // reach.ratio
-            if selected is not None:
-                unseen = unseen | ~selected[:, start:stop, :num_entries]
-                hidden = hidden.expand(q.size(0), -1, -1)
-            hidden = torch.cat((hidden, unseen), -1)
+        keys = [wide(kv[:, first:stop]), wide(kv.new_zeros(kv.size(0), 1, kv.size(2)))]
+        if entries is not None:
+            keys.insert(1, wide(entries[:, :num_entries]))
+        queries = slice(start, stop)
+        chosen = None if selected is None else selected[:, queries, :num_entries]
         yield _Chunk(
-            queries=slice(start, stop),
+            queries=queries,
             tokens=slice(first, stop),
-            q=wide(q[:, start:stop]).contiguous(),
-            keys=keys,
-            hidden=hidden,
+            q=wide(q[:, queries]).contiguous(),
+            keys=torch.cat(keys, 1),
+            bias=_bias(queries, first, num_entries, chosen, reach, like=keys[0]),
             num_tokens=stop - first,
             num_entries=num_entries,
             scale=q.size(-1) ** -0.5,
         )
+
+
+def _bias(
+    queries: slice,
+    first: int,
+    num_entries: int,
+    chosen: Tensor | None,
+    reach: Reach,
+    *,
+    like: Tensor,
+) -> Tensor:
+    """-inf for tokens outside the window or ahead, and for entries not closed or not chosen."""
+    position = torch.arange(queries.start, queries.stop, device=like.device).unsqueeze(-1)
+    token = torch.arange(first, queries.stop, device=like.device)
+    hidden = [(token > position) | (token <= position - reach.window)]
+    if num_entries:
+        entry = torch.arange(num_entries, device=like.device)
+        hidden.append(entry >= (position + 1) // reach.ratio)
+    hidden.append(torch.zeros_like(position, dtype=torch.bool))
+    bias = like.new_zeros(len(position), 1).masked_fill(torch.cat(hidden, -1), float("-inf"))
+    if chosen is None:
+        return bias
+    bias = bias.repeat(len(chosen), 1, 1)
+    bias[..., token.numel() : -1].masked_fill_(~chosen, float("-inf"))
+    return bias

@@ -19,6 +19,7 @@ from services.trainer.models.deepseek_v4.layers import (
     clamp_gate,
     clamp_up,
     new_parameter,
+    row_dots,
     swiglu_backward,
     wide,
 )
@@ -60,7 +61,7 @@ class SharedExpert(nn.Module):
         self.limit = a.swiglu_limit if a.clamp_shared_experts else 0.0
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        hidden = ClampedSwiGLU.apply(self.w1(x_TD)[0], self.w3(x_TD)[0], None, self.limit)
+        hidden = ClampedSwiGLU.apply(self.w1(x_TD)[0], self.w3(x_TD)[0], self.limit)
         return self.w2(hidden)[0]
 
 
@@ -147,7 +148,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         gate_up = rows_MD.new_empty(rows_MD.size(0), 2 * w13.size(2))
         for expert, rows in _spans(counts):
             torch.mm(rows_MD[rows], w13[expert].flatten(0, 1).t(), out=gate_up[rows])
-        hidden = _hidden(gate_up, weights_M, limit)
+        hidden = _hidden(gate_up, limit).mul_(weights_M.unsqueeze(-1)).to(rows_MD.dtype)
         out = torch.empty_like(rows_MD)
         for expert, rows in _spans(counts):
             torch.mm(hidden[rows], w2[expert].t(), out=out[rows])
@@ -158,27 +159,30 @@ class _GroupedSwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         rows_MD, w13, w2, weights_M, gate_up = ctx.saved_tensors
-        hidden = _hidden(gate_up, weights_M, ctx.limit)
+        unweighted = _hidden(gate_up, ctx.limit)
+        hidden = (unweighted * weights_M.unsqueeze(-1)).to(rows_MD.dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_w2 = torch.zeros_like(w2)
         for expert, rows in _spans(ctx.counts):
             torch.mm(grad_MD[rows], w2[expert], out=grad_hidden[rows])
             torch.mm(grad_MD[rows].t(), hidden[rows], out=grad_w2[expert])
         gate, up = gate_up.chunk(2, -1)
-        grads = swiglu_backward(wide(grad_hidden), gate, up, weights_M, ctx.limit)
-        grad_gate_up = torch.cat(grads[:2], -1).to(gate_up.dtype)
+        grad_weights = row_dots(wide(grad_hidden), unweighted)
+        grad_unweighted = wide(grad_hidden).mul_(weights_M.unsqueeze(-1))
+        grads = swiglu_backward(grad_unweighted, gate, up, ctx.limit)
+        grad_gate_up = torch.cat(grads, -1).to(gate_up.dtype)
         grad_rows = torch.empty_like(rows_MD)
         grad_w13 = torch.zeros_like(w13)
         for expert, rows in _spans(ctx.counts):
             torch.mm(grad_gate_up[rows], w13[expert].flatten(0, 1), out=grad_rows[rows])
             torch.mm(grad_gate_up[rows].t(), rows_MD[rows], out=grad_w13[expert].flatten(0, 1))
-        return grad_rows, grad_w13, grad_w2, grads[2], None, None
+        return grad_rows, grad_w13, grad_w2, grad_weights, None, None
 
 
-def _hidden(gate_up: Tensor, weights_M: Tensor, limit: float) -> Tensor:
+def _hidden(gate_up: Tensor, limit: float) -> Tensor:
+    """FP32 `[M, I]`, before the routing weight."""
     gate, up = gate_up.chunk(2, -1)
-    hidden = silu(clamp_gate(gate, limit)).mul_(clamp_up(up, limit))
-    return hidden.mul_(weights_M.unsqueeze(-1)).to(gate_up.dtype)
+    return silu(clamp_gate(gate, limit)).mul_(clamp_up(up, limit))
 
 
 def _spans(counts: list[int]) -> list[tuple[int, slice]]:

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from services.trainer.models.deepseek_v4.layers import wide
+from services.trainer.models.deepseek_v4.layers import row_dots, wide
 from shared.models.deepseek_v4.architecture import Architecture
 
 TOKEN_CHUNK = 1024
@@ -95,7 +95,7 @@ class _Score(torch.autograd.Function):
             weights = logits.sub_(top.unsqueeze(-1)).exp()
             total = vocabulary.sum(weights.sum(-1))
             # The entropy is log Σe^z - Σ p·z with z = logits - top.
-            mean = vocabulary.sum(torch.linalg.vecdot(weights, logits)) / total
+            mean = vocabulary.sum(row_dots(weights, logits)) / total
             entropy[chunk] = total.log() - mean
             log_total[chunk] = top + total.log()
             logprobs[chunk] = target - log_total[chunk]

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from services.trainer.models.deepseek_v4.layers import new_parameter, wide
+from services.trainer.models.deepseek_v4.layers import inverse_rms, new_parameter, row_dots, wide
 from shared.models.deepseek_v4.architecture import Architecture
 
 
@@ -74,7 +74,7 @@ class _StreamCoefficients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_TND: Tensor, fn: Tensor, eps: float) -> Tensor:
         v = wide(h_TND).flatten(1)
-        scale_T = torch.linalg.vecdot(v, v).div_(v.size(1)).add_(eps).rsqrt_()
+        scale_T = inverse_rms(v, eps).squeeze(-1)
         m_CT = torch.mm(wide(fn), v.t()).mul_(scale_T)
         ctx.save_for_backward(h_TND, fn, scale_T, m_CT)
         return m_CT
@@ -96,13 +96,13 @@ class _Collapse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_TND: Tensor, pre_NT: Tensor) -> Tensor:
         ctx.save_for_backward(h_TND, pre_NT)
-        return torch.bmm(pre_NT.t().unsqueeze(1), wide(h_TND)).squeeze(1).to(h_TND.dtype)
+        return _weighted_sum(pre_NT, wide(h_TND)).to(h_TND.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
         h_TND, pre_NT = ctx.saved_tensors
         grad = wide(grad_TD)
-        grad_pre = torch.bmm(wide(h_TND), grad.unsqueeze(-1)).squeeze(-1).t()
+        grad_pre = row_dots(wide(h_TND), grad.unsqueeze(1)).t()
         grad_h = grad.unsqueeze(1) * pre_NT.t().unsqueeze(-1)
         return grad_h.to(h_TND.dtype), grad_pre
 
@@ -122,10 +122,15 @@ class _Merge(torch.autograd.Function):
         y_TD, h_TND, post_NT, comb_NNT = ctx.saved_tensors
         grad = wide(grad_TND)
         grad_h = torch.bmm(comb_NNT.permute(2, 0, 1).contiguous(), grad)
-        grad_y = torch.bmm(post_NT.t().unsqueeze(1), grad).squeeze(1)
-        grad_post = torch.bmm(grad, wide(y_TD).unsqueeze(-1)).squeeze(-1).t()
+        grad_y = _weighted_sum(post_NT, grad)
+        grad_post = row_dots(grad, wide(y_TD).unsqueeze(1)).t()
         grad_comb = torch.bmm(wide(h_TND), grad.transpose(1, 2)).permute(1, 2, 0)
         return grad_y.to(y_TD.dtype), grad_h.to(h_TND.dtype), grad_post, grad_comb
+
+
+def _weighted_sum(weight_NT: Tensor, h_TND: Tensor) -> Tensor:
+    """`Σ_j weight_j · h_j`: a batched product needs its small matrices contiguous to be fast."""
+    return torch.bmm(weight_NT.t().contiguous().unsqueeze(1), h_TND).squeeze(1)
 
 
 class _Sinkhorn(torch.autograd.Function):
@@ -148,15 +153,15 @@ class _Sinkhorn(torch.autograd.Function):
     def backward(ctx: Any, grad_NNT: Tensor) -> tuple[Tensor, None, None]:
         (logits,) = ctx.saved_tensors
         softmax = torch.softmax(logits, dim=1)
-        steps, comb = [], softmax + ctx.eps
+        steps = [softmax + ctx.eps]
         for dim in _divisions(ctx.rounds):
-            total = comb.sum(dim, keepdim=True).add_(ctx.eps)
-            comb = comb / total
-            steps.append((dim, comb, total))
-        grad = grad_NNT.contiguous()
-        for dim, comb, total in reversed(steps):
-            # y = x / (Σx + eps)  =>  dx = (dy - Σ dy·y) / (Σx + eps)
-            grad = (grad - (grad * comb).sum(dim, keepdim=True)).div_(total)
+            steps.append(steps[-1] / steps[-1].sum(dim, keepdim=True).add_(ctx.eps))
+        # y = x / (Σx + eps) gives dx = (dy - Σ dy·y) / (Σx + eps), hence x·dx = y·dy - y · Σ y·dy:
+        # the products with the values walk back without a division.
+        product = grad_NNT.contiguous() * steps[-1]
+        for dim, comb in zip(reversed(_divisions(ctx.rounds)), reversed(steps), strict=False):
+            product.addcmul_(comb, product.sum(dim, keepdim=True), value=-1)
+        grad = product.div_(steps[0])
         grad = softmax * (grad - (grad * softmax).sum(1, keepdim=True))
         return grad, None, None
 

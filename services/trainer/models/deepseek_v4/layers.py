@@ -57,20 +57,24 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        normed = wide(x) * scale
-        grad_wide = wide(grad)
         size = x.size(-1)
-        grad_weight = torch.einsum("td,td->d", grad_wide.view(-1, size), normed.view(-1, size))
-        grad_normed = grad_wide * wide(weight)
-        along = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1) / size
-        grad_x = grad_normed.sub_(normed.mul_(along)).mul_(scale)
+        normed = wide(x) * scale
+        product = (wide(grad) * normed).view(-1, size)
+        grad_weight = product.sum(0)
+        along = torch.mv(product, wide(weight)).div_(size).view_as(scale)
+        grad_x = (wide(grad) * wide(weight)).addcmul_(normed, along, value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """`rsqrt(mean(x²) + eps)` over the last dimension, which is kept."""
-    square = torch.linalg.vecdot(x, x).unsqueeze(-1)
-    return square.div_(x.size(-1)).add_(eps).rsqrt_()
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+
+
+def row_dots(x: Tensor, y: Tensor) -> Tensor:
+    """`Σ x·y` over the last dimension (a batched product of single rows is far slower)."""
+    return (x * y).sum(-1)
 
 
 class ReplicatedLinear(nn.Module):
@@ -120,29 +124,22 @@ class GroupedColumnLinear(ColumnParallelLinear):
 
 
 class ClampedSwiGLU(torch.autograd.Function):
-    """`silu(min(gate, limit)) · clamp(up, ±limit)`, times an optional row weight.
+    """`silu(min(gate, limit)) · clamp(up, ±limit)` of `[T, I]` inputs; `limit` 0 clamps nothing.
 
-    Inputs `gate`, `up` `[T, I]`; `row_weight` FP32 `[T]` or None; `limit` 0 clamps nothing. FP32
-    inside, returned in the dtype of `gate`. Only inputs are kept; backward computes the rest again.
+    FP32 inside, returned in the dtype of `gate`. Only inputs are kept; backward computes again.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor, row_weight: Tensor | None, limit: float
-    ) -> Tensor:
-        ctx.save_for_backward(gate, up, row_weight)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
         ctx.limit = limit
-        g, u = clamp_gate(gate, limit), clamp_up(up, limit)
-        hidden = silu(g).mul_(u)
-        if row_weight is not None:
-            hidden = hidden.mul_(row_weight.unsqueeze(-1))
-        return hidden.to(gate.dtype)
+        return silu(clamp_gate(gate, limit)).mul_(clamp_up(up, limit)).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, row_weight = ctx.saved_tensors
-        grads = swiglu_backward(wide(grad), gate, up, row_weight, ctx.limit)
-        return grads[0].to(gate.dtype), grads[1].to(up.dtype), grads[2], None
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = swiglu_backward(wide(grad), gate, up, ctx.limit)
+        return grad_gate.to(gate.dtype), grad_up.to(up.dtype), None
 
 
 def clamp_gate(gate: Tensor, limit: float) -> Tensor:
@@ -154,22 +151,13 @@ def clamp_up(up: Tensor, limit: float) -> Tensor:
     return wide(up).clamp(-limit, limit) if limit > 0 else wide(up)
 
 
-def swiglu_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, row_weight: Tensor | None, limit: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """FP32 gradients of gate, up and the row weight; `grad` is consumed."""
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """FP32 gradients of gate and up, zero where a clamp binds."""
     g, u = clamp_gate(gate, limit), clamp_up(up, limit)
-    sigmoid = torch.sigmoid(g)
-    activated = g * sigmoid
-    grad_weight = None
-    if row_weight is not None:
-        grad_weight = torch.linalg.vecdot(grad, activated * u)
-        grad = grad.mul_(row_weight.unsqueeze(-1))
-    grad_up = grad * activated
-    # d silu/dg = σ(g) · (1 + g · (1 - σ(g))) = σ(g) + silu(g) · (1 - σ(g))
-    slope = torch.addcmul(sigmoid, activated, 1 - sigmoid)
-    grad_gate = grad.mul_(u).mul_(slope)
+    grad_gate = torch.ops.aten.silu_backward(grad * u, g)
+    grad_up = silu(g).mul_(grad)
     if limit > 0:
-        grad_gate.masked_fill_(gate > limit, 0)
-        grad_up.masked_fill_(up.abs() > limit, 0)
-    return grad_gate, grad_up, grad_weight
+        bind = torch.ops.aten.hardtanh_backward
+        grad_gate = bind(grad_gate, wide(gate), float("-inf"), limit)
+        grad_up = bind(grad_up, wide(up), -limit, limit)
+    return grad_gate, grad_up

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.models.deepseek_v4.layers import inverse_rms, wide
+from services.trainer.models.deepseek_v4.layers import inverse_rms, row_dots, wide
 from shared.models.deepseek_v4.architecture import Architecture
 
 
@@ -76,6 +76,6 @@ class _NormRotate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         y, scale = ctx.saved_tensors
         y_wide, grad_wide = wide(y), wide(grad)
-        along = torch.linalg.vecdot(grad_wide, y_wide).unsqueeze(-1) / y.size(-1)
+        along = row_dots(grad_wide, y_wide).unsqueeze(-1) / y.size(-1)
         grad_x = torch.addcmul(grad_wide, y_wide, along, value=-1).mul_(scale)
         return _turn_(grad_x, ctx.turns.conj()).to(y.dtype), None, None
