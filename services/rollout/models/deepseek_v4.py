@@ -1,0 +1,394 @@
+"""DeepSeek-V4 as a sampler runs it: many sequences at once, a few tokens of each, state in slots.
+
+One function per sub-module, in order of computation; formulas are those of the release's inference
+code. Weights come derived (deepseek_v4_weights.py), indices come planned (deepseek_v4_cache.py), so
+nothing here loops over rows or tokens. A row's result does not depend on the other rows, bit for
+bit, as long as every count is a multiple of ROWS.
+"""
+
+# N tokens (R·C when padded), R sequences, C tokens of each, D model dim, S streams
+# H heads, K head dim, P rope pairs, T keys, G output groups
+# E entries, I index dim, J index heads; in the MoE: X experts, F inner dim, k experts per token
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from services.rollout.models.deepseek_v4_cache import Cache, Emission, LayerCache, Route, Step
+from services.rollout.models.deepseek_v4_weights import Block, Compressor, Derived, Mix
+from services.rollout.models.rounding import round_indexer, round_kv, round_linear_input
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.quant.activation import ActivationQuant
+
+Trace = Callable[[str, Tensor], None]
+
+_EXPERT_ROWS = 8  # an expert's rows are padded to a multiple of this
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """The model of one engine. Weights are passed in, since they change between steps."""
+
+    arch: Architecture
+    quant: ActivationQuant
+    trace: Trace | None = None
+
+    @torch.inference_mode()
+    def hidden(self, weights: Derived, cache: Cache, step: Step) -> Tensor:
+        """Normed hidden states [N, D] of the step's tokens, their state appended to the cache."""
+        tokens = step.token_ids
+        h_NSD = weights.embed[tokens].unsqueeze(1).repeat(1, self.arch.hc_mult, 1)
+        self._note("embed", h_NSD)
+        for layer, block in enumerate(weights.blocks):
+            h_NSD = self._block(layer, block, cache.layers[layer], step, h_NSD)
+        mix_NS, _ = _mixing(h_NSD, weights.head_mix, self.arch)
+        pre_SN = torch.sigmoid(mix_NS).add_(self.arch.hc_eps)
+        x_ND = _rms(_weighted(pre_SN, h_NSD), weights.norm, self.arch.rms_norm_eps)
+        self._note("norm", x_ND)
+        return x_ND
+
+    @torch.inference_mode()
+    def logits(self, weights: Derived, x_ND: Tensor) -> Tensor:
+        """FP32 (or float64) logits [N, V]; fewer rows than ROWS are padded for the product."""
+        missing = -x_ND.shape[0] % 8
+        padded = functional.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND
+        return functional.linear(padded, weights.head)[: x_ND.shape[0]]
+
+    def _block(
+        self, layer: int, block: Block, cache: LayerCache, step: Step, h_NSD: Tensor
+    ) -> Tensor:
+        eps = self.arch.rms_norm_eps
+        y_ND, post_SN, comb_SSN = _mix(h_NSD, block.attn_mix, self.arch)
+        y_ND = self._attention(layer, block, cache, step, _rms(y_ND, block.attn_norm, eps))
+        h_NSD = _merge(y_ND, h_NSD, post_SN, comb_SSN)
+        self._note(f"layers.{layer}.hc_attn.merge", h_NSD)
+        y_ND, post_SN, comb_SSN = _mix(h_NSD, block.ffn_mix, self.arch)
+        y_ND = self._experts(layer, block, step.token_ids, _rms(y_ND, block.ffn_norm, eps))
+        h_NSD = _merge(y_ND, h_NSD, post_SN, comb_SSN)
+        self._note(f"layers.{layer}.hc_ffn.merge", h_NSD)
+        return h_NSD
+
+    # ---------------------------------------------------------------- attention
+
+    def _attention(
+        self, layer: int, block: Block, cache: LayerCache, step: Step, x_ND: Tensor
+    ) -> Tensor:
+        arch, route = self.arch, step.routes[self.arch.compress_ratios[layer]]
+        heads, size = arch.num_attention_heads, arch.head_dim
+        turns = step.compressed_turns if arch.compress_ratios[layer] else step.turns
+        down = functional.linear(self._linear_input(x_ND), block.qkv_down)
+        qr = _rms(down[:, : arch.q_lora_rank], block.q_norm, arch.rms_norm_eps)
+        up = functional.linear(self._linear_input(qr), block.q_up)
+        q_NHK = _rms(up[:, : heads * size].view(-1, heads, size), None, arch.rms_norm_eps)
+        _rotate(q_NHK, turns)
+        kv_NK = _rms(down[:, arch.q_lora_rank :], block.kv_norm, arch.rms_norm_eps)
+        _rotate(kv_NK.unsqueeze(1), turns)
+        self._round_key(kv_NK)
+        self._note(f"layers.{layer}.attn.q", q_NHK)
+        self._note(f"layers.{layer}.attn.kv", kv_NK)
+        bias = route.bias
+        if block.compressor is not None:
+            inputs = functional.linear(x_ND, block.compressor.inputs)
+            self._compress(block.compressor, cache, route, inputs)
+            if cache.index_keys is not None:
+                index_q = up[:, heads * size :].view(-1, arch.index_n_heads, arch.index_head_dim)
+                index_w = inputs[:, cache.ring.shape[-1] :]
+                bias = self._select(index_q, index_w, turns, cache.index_keys, step, route)
+        keys_RTK = _visible_keys(cache, step, route, kv_NK)
+        o_NHK = _attend(q_NHK, keys_RTK, bias, block.sink, step)
+        _rotate(o_NHK, turns, inverse=True)
+        self._note(f"layers.{layer}.attn.core", o_NHK)
+        grouped = o_NHK.view(-1, arch.o_groups, heads * size // arch.o_groups).transpose(0, 1)
+        u_ND = torch.bmm(grouped, block.out_groups).transpose(0, 1).flatten(1)
+        return functional.linear(self._linear_input(u_ND), block.out)
+
+    def _compress(
+        self, compressor: Compressor, cache: LayerCache, route: Route, inputs: Tensor
+    ) -> None:
+        """Append rows to the open blocks and write the entries of those that close."""
+        columns = cache.ring.shape[-1]
+        rows = inputs[:, :columns] + compressor.ape[route.ring_phase]
+        flat_ring = cache.ring.view(-1, columns)
+        emission = route.emission
+        if route.ring_from is None:  # decoding: the ring holds the whole block once written
+            flat_ring.index_copy_(0, route.ring_to, rows)
+            entries = None if emission is None else self._pool(compressor, emission, flat_ring)
+        else:
+            entries = (
+                None if emission is None else self._pool(compressor, emission, flat_ring, rows)
+            )
+            flat_ring.index_copy_(0, route.ring_to, rows[route.ring_from])
+        if entries is not None:
+            self._store(compressor, cache, emission, entries)
+
+    def _pool(
+        self,
+        compressor: Compressor,
+        emission: Emission,
+        flat_ring: Tensor,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Per channel, softmax over the block's slots of the gates, applied to the keys."""
+        halves = 1 if compressor.index_norm is None else 2
+        half_columns = flat_ring.shape[-1] // halves
+        picked = flat_ring.view(-1, half_columns)[emission.from_ring]
+        if rows is not None:
+            fresh = rows.view(-1, half_columns)[emission.from_new]
+            picked = torch.where(emission.is_new[:, None], fresh, picked)
+        picked = picked.view(emission.key_rows.shape[0], -1, 2, half_columns // 2)
+        keys, gates = picked[:, :, 0], picked[:, :, 1]
+        if emission.has_no_past is not None:
+            past = gates[:, : gates.shape[1] // 2]
+            past.masked_fill_(emission.has_no_past[:, None, None], -torch.inf)
+        return (gates.softmax(1) * keys).sum(1)
+
+    def _store(
+        self, compressor: Compressor, cache: LayerCache, emission: Emission, entries: Tensor
+    ) -> None:
+        size, eps = self.arch.head_dim, self.arch.rms_norm_eps
+        main = _rms(entries[:, :size], compressor.norm, eps)
+        _rotate(main, emission.turns)
+        self._round_key(main)
+        cache.keys.view(-1, size).index_copy_(0, emission.key_rows, main)
+        if compressor.index_norm is not None:
+            index = _rms(entries[:, size:], compressor.index_norm, eps)
+            _rotate(index, emission.turns)
+            index = round_indexer(index, form=self.quant.indexer)
+            cache.index_keys.view(-1, index.shape[-1]).index_copy_(0, emission.index_rows, index)
+
+    def _select(
+        self,
+        q_NJI: Tensor,
+        weights_NJ: Tensor,
+        turns: Tensor,
+        index_keys: Tensor,
+        step: Step,
+        route: Route,
+    ) -> Tensor:
+        """The bias [R, C, T] in which only each query's best entries stay visible."""
+        arch, num = self.arch, route.num_entries
+        if num <= arch.index_topk:
+            return route.bias
+        q_NJI = q_NJI.contiguous()
+        _rotate(q_NJI, turns)
+        q_NJI = round_indexer(q_NJI, form=self.quant.indexer)
+        scale = arch.index_head_dim**-0.5 * arch.index_n_heads**-0.5
+        q_RcI = _padded(q_NJI.flatten(1), step).view(len(step.slots), -1, arch.index_head_dim)
+        products = torch.bmm(q_RcI, index_keys[:, :num][step.slots].transpose(1, 2)).relu_()
+        products = products.view(len(step.slots), step.width, arch.index_n_heads, num)
+        weights = _padded(weights_NJ, step).view(*products.shape[:3], 1)
+        scores_RCE = (products * weights).sum(2).mul_(scale)
+        best = _stable_top(scores_RCE.add_(route.entry_bias), arch.index_topk)
+        # A pick that is not visible (fewer entries than picks) stays invisible.
+        chosen = torch.full_like(scores_RCE, -torch.inf).scatter_(2, best, 0.0)
+        chosen.add_(route.entry_bias)
+        first = route.num_keys - num
+        return torch.cat(
+            (route.bias[..., :first], chosen, route.bias[..., route.num_keys :]), dim=-1
+        )
+
+    # ---------------------------------------------------------------- experts
+
+    def _experts(self, layer: int, block: Block, token_ids: Tensor, x_ND: Tensor) -> Tensor:
+        """Routed experts and, as one more that every token visits, the shared expert."""
+        arch = self.arch
+        weights_Nk, experts_Nk = self._route(block, token_ids, x_ND)
+        self._note(f"layers.{layer}.router", experts_Nk)
+        plan = _Dispatch.of(experts_Nk, arch.n_routed_experts)
+        num, routed = x_ND.shape[0], plan.num_rows
+        x_ND = self._linear_input(x_ND)
+        rows = torch.cat((x_ND[plan.token_of], x_ND))
+        inner = _by_expert(rows, block.experts_in, plan)
+        hidden = self._swiglu(inner, routed)
+        # The release weighs before the second matrix's input is rounded.
+        hidden[:routed].mul_(weights_Nk.reshape(-1)[plan.pair_of, None])
+        out = _by_expert(self._linear_input(hidden), block.experts_out, plan)
+        return out[plan.row_of].view(num, -1, out.shape[-1]).sum(1).add_(out[routed:])
+
+    def _route(self, block: Block, token_ids: Tensor, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        arch = self.arch
+        scores_NX = functional.softplus(functional.linear(x_ND, block.gate)).sqrt_()
+        if block.token_experts is not None:
+            experts_Nk = block.token_experts[token_ids]
+        else:
+            biased = scores_NX + block.gate_bias  # the bias selects, it never weighs
+            experts_Nk = biased.topk(arch.num_experts_per_tok, dim=-1).indices
+        chosen_Nk = scores_NX.gather(1, experts_Nk)
+        total = chosen_Nk.sum(-1, keepdim=True).add_(1e-20)
+        return chosen_Nk.div_(total).mul_(arch.routed_scaling_factor), experts_Nk
+
+    def _swiglu(self, inner: Tensor, routed: int) -> Tensor:
+        """silu(gate) · up; gates are clamped from above only, both before the activation."""
+        limit, size = self.arch.swiglu_limit, inner.shape[-1] // 2
+        bounded = inner if self.arch.clamp_shared_experts else inner[:routed]
+        bounded[:, :size].clamp_(max=limit)
+        bounded[:, size:].clamp_(-limit, limit)
+        return functional.silu(inner[:, :size]).mul_(inner[:, size:])
+
+    # ---------------------------------------------------------------- rounding and tracing
+
+    def _linear_input(self, x: Tensor) -> Tensor:
+        return round_linear_input(x) if self.quant.linear else x
+
+    def _round_key(self, keys: Tensor) -> None:
+        """In place, the positionless dims alone."""
+        if self.quant.kv:
+            nope = keys[:, : self.arch.nope_head_dim]
+            nope.copy_(round_kv(nope))
+
+    def _note(self, name: str, value: Tensor) -> None:
+        if self.trace is not None:
+            self.trace(name, value)
+
+
+# -------------------------------------------------------------------- hyper-connections
+
+
+def _mixing(h_NSD: Tensor, mix: Mix, arch: Architecture) -> tuple[Tensor, Tensor]:
+    """[M, N]: fn · v · rsqrt(mean(v²) + eps), scaled and shifted; and v = flatten(h)."""
+    v = h_NSD.flatten(1)
+    norm_N = v.square().mean(-1).add_(arch.rms_norm_eps).rsqrt_()
+    m_MN = torch.mm(mix.fn, v.t()).mul_(norm_N)
+    return torch.addcmul(mix.base, m_MN, mix.scale), v
+
+
+def _mix(h_NSD: Tensor, mix: Mix, arch: Architecture) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer input [N, D], post [S, N] and the doubly normalised C [S·S, N] (rows j, columns k)."""
+    streams = arch.hc_mult
+    m_MN, _ = _mixing(h_NSD, mix, arch)
+    gates = torch.sigmoid(m_MN[: 2 * streams])
+    y_ND = _weighted(gates[:streams] + arch.hc_eps, h_NSD)
+    comb = m_MN[2 * streams :].view(streams, streams, -1).softmax(1).view(streams**2, -1)
+    return y_ND, gates[streams:] * 2, _sinkhorn(comb.add_(arch.hc_eps), arch)
+
+
+def _sinkhorn(comb: Tensor, arch: Architecture) -> Tensor:
+    """Columns, then rows and columns in turn. A product with 0/1 sums and spreads in one call."""
+    streams, eps = arch.hc_mult, arch.hc_eps
+    eye = torch.eye(streams, dtype=comb.dtype, device=comb.device)
+    ones = torch.ones_like(eye)
+    columns, rows = torch.kron(ones, eye), torch.kron(eye, ones)
+    floor = comb.new_full((1, 1), eps).expand(streams**2, 1)
+    sums = torch.empty_like(comb)
+    comb.div_(torch.addmm(floor, columns, comb, out=sums))
+    for _ in range(arch.hc_sinkhorn_iters - 1):
+        comb.div_(torch.addmm(floor, rows, comb, out=sums))
+        comb.div_(torch.addmm(floor, columns, comb, out=sums))
+    return comb
+
+
+def _weighted(pre_SN: Tensor, h_NSD: Tensor) -> Tensor:
+    return (h_NSD * pre_SN.t().unsqueeze(-1)).sum(1)
+
+
+def _merge(y_ND: Tensor, h_NSD: Tensor, post_SN: Tensor, comb: Tensor) -> Tensor:
+    """h'_k = post_k · y + Σ_j C_jk · h_j: the sum runs over C's first index."""
+    streams = h_NSD.shape[1]
+    transposed = comb.view(streams, streams, -1).permute(2, 1, 0).contiguous()
+    return torch.baddbmm(post_SN.t().unsqueeze(-1) * y_ND.unsqueeze(1), transposed, h_NSD)
+
+
+# -------------------------------------------------------------------- attention's parts
+
+
+def _visible_keys(cache: LayerCache, step: Step, route: Route, kv_NK: Tensor) -> Tensor:
+    """Keys [R, T, K] of each sequence: sink row, window, entries, and when prefilling its own."""
+    flat = cache.keys.view(-1, kv_NK.shape[-1])
+    if step.is_decode:
+        flat.index_copy_(0, route.write_to, kv_NK)
+        return cache.keys[:, : route.num_keys][step.slots]
+    held = cache.keys[:, : route.num_keys][step.slots]
+    own = _padded(kv_NK, step).view(len(step.slots), step.width, -1)
+    flat.index_copy_(0, route.write_to, kv_NK[route.write_from])
+    return torch.cat((held, own), dim=1)
+
+
+def _attend(
+    q_NHK: Tensor, keys_RTK: Tensor, bias_RCT: Tensor, sink_H: Tensor, step: Step
+) -> Tensor:
+    """Softmax over the visible keys and the sink, which has a logit per head and no value."""
+    num, heads, size = q_NHK.shape
+    q = _padded(q_NHK.reshape(num, -1), step).view(len(step.slots), -1, size)
+    products = torch.bmm(q, keys_RTK.transpose(1, 2))
+    products = products.view(len(step.slots), step.width, heads, -1)
+    logits = torch.add(bias_RCT.unsqueeze(2), products, alpha=size**-0.5)
+    logits[..., 0] = sink_H
+    shares = logits.softmax(-1).view(len(step.slots), -1, logits.shape[-1])
+    o = torch.bmm(shares, keys_RTK).view(-1, heads, size)
+    return o if step.from_padded is None else o[step.from_padded]
+
+
+def _padded(x_Nw: Tensor, step: Step) -> Tensor:
+    """[R · C, w]: what is beyond a sequence's last token is never looked at."""
+    return x_Nw if step.to_padded is None else x_Nw[step.to_padded]
+
+
+def _rotate(x: Tensor, turns: Tensor, *, inverse: bool = False) -> None:
+    """RoPE in place: adjacent pairs of the trailing dims of x [..., K] turn together."""
+    pairs = turns.shape[-1]
+    tail = x[..., -2 * pairs :].unflatten(-1, (pairs, 2))
+    torch.view_as_complex(tail).mul_(turns.conj() if inverse else turns)
+
+
+def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    normed = x * scale
+    return normed if weight is None else normed.mul_(weight)
+
+
+def _stable_top(scores: Tensor, num: int) -> Tensor:
+    """Indices of the largest; of equals the first. `topk` breaks ties by shape."""
+    order = scores.sort(dim=-1, descending=True, stable=True)
+    return order.indices[..., :num]
+
+
+# -------------------------------------------------------------------- experts' parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatch:
+    """Rows sorted by expert, each expert's count rounded up; rows beyond a count are unused."""
+
+    token_of: Tensor  # [rows] token that a row carries
+    pair_of: Tensor  # [rows] index into the flat [N, k] weights
+    row_of: Tensor  # [N·k] row of each (token, choice)
+    spans: list[tuple[int, int, int]]  # (expert, first row, rows)
+    num_rows: int
+
+    @classmethod
+    def of(cls, experts_Nk: Tensor, num_experts: int) -> "_Dispatch":
+        chosen = experts_Nk.cpu().numpy()
+        flat = chosen.ravel()
+        order = flat.argsort(kind="stable")
+        counts = np.bincount(flat, minlength=num_experts)
+        sizes = -(-counts // _EXPERT_ROWS) * _EXPERT_ROWS
+        firsts = np.cumsum(sizes) - sizes
+        shift = firsts - (np.cumsum(counts) - counts)
+        rows = np.arange(len(flat)) + np.repeat(shift, counts)
+        pair_of = np.zeros(int(sizes.sum()), np.int64)
+        pair_of[rows] = order
+        row_of = np.empty(len(flat), np.int64)
+        row_of[order] = rows
+        device = experts_Nk.device
+        used = np.flatnonzero(counts)
+        return cls(
+            token_of=torch.from_numpy(pair_of // chosen.shape[1]).to(device),
+            pair_of=torch.from_numpy(pair_of).to(device),
+            row_of=torch.from_numpy(row_of).to(device),
+            spans=[(int(e), int(firsts[e]), int(sizes[e])) for e in used],
+            num_rows=len(pair_of),
+        )
+
+
+def _by_expert(rows: Tensor, matrices: Tensor, plan: _Dispatch) -> Tensor:
+    """Each expert's rows through its matrix; rows after the routed ones go to the last, shared."""
+    out = rows.new_empty(rows.shape[0], matrices.shape[1])
+    shared = (matrices.shape[0] - 1, plan.num_rows, rows.shape[0] - plan.num_rows)
+    for expert, first, count in (*plan.spans, shared):
+        span = slice(first, first + count)
+        torch.mm(rows[span], matrices[expert].t(), out=out[span])
+    return out
