@@ -18,6 +18,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ log = structlog.get_logger()
 OnEvent = Callable[[str, dict[str, Any]], None]
 
 _BUFFER_BYTES = 4 * 2**20
+_MAX_EARLY_EVENTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,25 @@ class AsyncChannel:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_frame_bytes: int
     ) -> None:
-        self.on_event: OnEvent = _ignore_event
         self.closed = asyncio.Event()
+        self._on_event: OnEvent | None = None
+        self._early_events: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_MAX_EARLY_EVENTS)
         self._writer = writer
         self._max_frame_bytes = max_frame_bytes
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading = asyncio.create_task(self._read(reader), name="channel")
+
+    @property
+    def on_event(self) -> OnEvent | None:
+        """Called with (name, payload) of each event; those that came before it was set first."""
+        return self._on_event
+
+    @on_event.setter
+    def on_event(self, callback: OnEvent) -> None:
+        self._on_event = callback
+        while self._early_events:
+            callback(*self._early_events.popleft())
 
     async def request(
         self, op: str, payload: dict[str, Any] | None = None, *, timeout_s: float
@@ -158,7 +172,10 @@ class AsyncChannel:
 
     def _dispatch(self, message: dict[str, Any]) -> None:
         if "event" in message:
-            self.on_event(message["event"], message["payload"])
+            if self._on_event is None:
+                self._early_events.append((message["event"], message["payload"]))
+            else:
+                self._on_event(message["event"], message["payload"])
             return
         answer = self._pending.get(message["id"])
         if answer is None or answer.done():
@@ -241,7 +258,3 @@ class SyncChannel:
                 raise ChannelClosed("the parent closed the channel")
             at += count
         return view
-
-
-def _ignore_event(name: str, payload: dict[str, Any]) -> None:
-    log.debug("event_ignored", name=name, fields=sorted(payload))

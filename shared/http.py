@@ -151,6 +151,8 @@ def download(
     `offset` resumes: bytes before it are in `target` already. `timeout_s` bounds each wait for the
     server. Raises `HttpFailed`, also when the server sends fewer or more bytes than expected.
     """
+    if not 0 <= offset < expected_bytes:
+        raise ValueError(f"offset {offset} outside of the {expected_bytes} bytes of {url}")
     connection, request_path = _connect(url, timeout_s)
     try:
         answer = _open(connection, url, request_path, offset, token)
