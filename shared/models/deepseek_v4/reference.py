@@ -13,6 +13,7 @@ N indexer heads, I indexer head dim, E experts, k experts per token, r compress 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ class Reference:
         """Continue every row by S tokens (rows padded on the right never influence each other)."""
         state = state or self.new_state()
         embedded = self.weights["embed.weight"][tokens_BS]
-        streams = embedded.unsqueeze(2).expand(-1, -1, self.arch.hc_mult, -1)
+        streams = embedded.unsqueeze(2).repeat(1, 1, self.arch.hc_mult, 1)
         root = self._part("", -1, trace)
         root.record("embed", streams)
         for layer, layer_state in enumerate(state.layers):
@@ -190,8 +191,13 @@ def block(
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x · rsqrt(mean(x²) + eps), times a weight if there is one."""
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    normed = x * torch.rsqrt(mean_square(x) + eps)
     return normed if weight is None else normed * weight
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """mean(x²) over the last dim, kept; as a norm, whose gradient is a single pass over x."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
 
 
 def mix(part: Part, streams_BSCD: Tensor, site: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,18 +227,36 @@ def sinkhorn(logits_BSX: Tensor, arch: Architecture) -> Tensor:
     C, eps = arch.hc_mult, arch.hc_eps
     # Tokens innermost: sums over four numbers are slow when those four are contiguous.
     logits_CCn = logits_BSX.reshape(B * S, C, C).permute(1, 2, 0).contiguous()
-    comb = logits_CCn.softmax(1) + eps
-    comb = comb / (comb.sum(0, keepdim=True) + eps)
+    comb = _Divided.apply(logits_CCn.softmax(1) + eps, 0, eps)
     for _ in range(arch.hc_sinkhorn_iters - 1):
-        comb = comb / (comb.sum(1, keepdim=True) + eps)
-        comb = comb / (comb.sum(0, keepdim=True) + eps)
+        comb = _Divided.apply(comb, 1, eps)
+        comb = _Divided.apply(comb, 0, eps)
     return comb.permute(2, 0, 1).reshape(B, S, C, C)
+
+
+class _Divided(torch.autograd.Function):
+    """x / (Σ x + eps) over one dim; autograd's own backward of it takes three times the passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, eps: float) -> Tensor:
+        total = x.sum(dim, keepdim=True) + eps
+        divided = x / total
+        ctx.save_for_backward(divided, total)
+        ctx.dim = dim
+        return divided
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        divided, total = ctx.saved_tensors
+        shared = (gradients[0] * divided).sum(ctx.dim, keepdim=True)
+        return (gradients[0] - shared) / total, None, None
 
 
 def merge(y_BSD: Tensor, streams_BSCD: Tensor, post_BSC: Tensor, comb_BSCC: Tensor) -> Tensor:
     """h'_k = post_k · y + Σ_j comb_jk · h_j: the sum runs over comb's first index."""
-    kept = torch.einsum("bsjk,bsjd->bskd", comb_BSCC, streams_BSCD)
-    return post_BSC.unsqueeze(-1) * y_BSD.unsqueeze(2) + kept
+    # One product instead of a product and two sums: y is a fifth stream, post its weights.
+    weights = torch.cat((post_BSC.unsqueeze(2), comb_BSCC), 2)
+    return weights.transpose(2, 3) @ torch.cat((y_BSD.unsqueeze(2), streams_BSCD), 2)
 
 
 def head(part: Part, streams_BSCD: Tensor, head_VD: Tensor) -> Tensor:
@@ -251,8 +275,7 @@ def head(part: Part, streams_BSCD: Tensor, head_VD: Tensor) -> Tensor:
 
 def _projected(streams_BSCD: Tensor, fn: Tensor, eps: float) -> Tensor:
     flat = streams_BSCD.flatten(2)
-    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
-    return functional.linear(flat, fn) * scale
+    return functional.linear(flat, fn) * torch.rsqrt(mean_square(flat) + eps)
 
 
 def attention(part: Part, x_BSD: Tensor, start: int, state: LayerState) -> Tensor:
@@ -298,10 +321,9 @@ def rotations(arch: Architecture, layer: int, positions: Tensor, dtype: torch.dt
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turn the adjacent pairs (2i, 2i+1) of the last R dims; `turns` broadcasts against them."""
-    R = 2 * turns.shape[-1]
-    pairs = torch.view_as_complex(x[..., -R:].unflatten(-1, (-1, 2)).contiguous())
-    turned = torch.view_as_real(pairs * turns).flatten(-2)
-    return torch.cat((x[..., :-R], turned), -1)
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    unturned = pairs.shape[-1] - turns.shape[-1]
+    return torch.view_as_real(pairs * functional.pad(turns, (unturned, 0), value=1.0)).flatten(-2)
 
 
 def window_keys(
