@@ -1,0 +1,1 @@
+"""What operators type: start the system here, submit jobs anywhere, watch them."""

@@ -1,0 +1,43 @@
+"""A job document from a TOML file with values replaced by `--set section.key=value`."""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigInvalid
+from shared.job import load_job_file
+
+
+def read_job(path: Path, changes: Sequence[str]) -> dict[str, Any]:
+    """Unchecked: the trainer checks it. Raises `ConfigInvalid` when it cannot be read."""
+    try:
+        document = dict(load_job_file(path))
+    except OSError as err:
+        raise ConfigInvalid(f"Cannot read the job {path}: {err.strerror}.") from err
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
+        raise ConfigInvalid(f"{path} is not valid TOML: {err}.") from err
+    for change in changes:
+        _apply(document, change)
+    return document
+
+
+def _apply(document: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    if not equals or not key.strip():
+        raise ConfigInvalid(f"--set {change}: write it as section.key=value.")
+    *sections, name = key.strip().split(".")
+    table = document
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigInvalid(f"--set {change}: {section} is a value, not a section.")
+    table[name] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    """As TOML where it is TOML (`3`, `true`, `[1, 2]`), else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,110 @@
+"""The five kinds of process as programs of the local stack, and the ports they use."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.broker import HOST, broker, broker_url
+from shared.local_stack import Program
+from shared.process import check_machine, exit_with, free_port, port_in_use
+from shared.readiness import http_ready
+
+MAX_ROLLOUT, MAX_REWARD = 16, 8  # as many as there are ports between one service's and the next
+DEFAULT_BASE, DEFAULT_BROKER = 8700, 16379
+MIN_MEMORY_BYTES = 3 * 2**30
+
+# A program's start includes importing torch on a busy machine; its end includes draining.
+_READY_S = 120.0
+_STOP_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    broker: int
+    trainer: int
+    rollout: list[int]
+    reward: list[int]
+    evaluator: int
+
+    @property
+    def trainer_url(self) -> str:
+        return f"http://{HOST}:{self.trainer}"
+
+    def by_name(self) -> dict[str, int]:
+        return {
+            "broker": self.broker,
+            "trainer": self.trainer,
+            **{f"rollout-{i}": port for i, port in enumerate(self.rollout)},
+            **{f"reward-{i}": port for i, port in enumerate(self.reward)},
+            "evaluator": self.evaluator,
+        }
+
+
+def choose_ports(*, num_rollout: int, num_reward: int, base: int | None) -> Ports:
+    """The default ports; or those from `base` on; or, with `base` 0, any that are free."""
+    if base == 0:
+        free = _free_ports(3 + num_rollout + num_reward)
+        return Ports(free[0], free[1], free[3 : 3 + num_rollout], free[3 + num_rollout :], free[2])
+    first = DEFAULT_BASE if base is None else base
+    return Ports(
+        broker=DEFAULT_BROKER if base is None else base + 50,
+        trainer=first,
+        rollout=[first + 10 + i for i in range(num_rollout)],
+        reward=[first + 30 + i for i in range(num_reward)],
+        evaluator=first + 40,
+    )
+
+
+def _free_ports(num: int) -> list[int]:
+    ports: set[int] = set()
+    while len(ports) < num:
+        ports.add(free_port())
+    return list(ports)
+
+
+def check_stack(ports: Ports, *, min_memory_bytes: int = MIN_MEMORY_BYTES) -> None:
+    """End with one sentence when this machine cannot run the stack; nothing was started yet."""
+    check_machine(min_memory_bytes)
+    for name, port in ports.by_name().items():
+        if port_in_use(HOST, port):
+            exit_with(
+                f"Port {port} of the {name} is in use: stop what uses it, or choose other ports "
+                f"with --ports-from BASE (0 takes any that are free)."
+            )
+
+
+def stack_programs(
+    ports: Ports, *, data_dir: Path, runs_dir: Path
+) -> list[Program | Sequence[Program]]:
+    """The broker first, then all services at once; each is told only where the broker is."""
+    runs = ["--runs-dir", str(runs_dir.resolve())]
+    services = [_service("trainer", "trainer", ports.trainer, ports, runs)]
+    services += [
+        _service("rollout", f"rollout-{i}", port, ports) for i, port in enumerate(ports.rollout)
+    ]
+    services += [
+        _service("reward", f"reward-{i}", port, ports) for i, port in enumerate(ports.reward)
+    ]
+    services.append(_service("evaluator", "evaluator", ports.evaluator, ports, runs))
+    return [broker(data_dir / "broker", ports.broker), services]
+
+
+def _service(
+    service: str, replica: str, port: int, ports: Ports, more: Sequence[str] = ()
+) -> Program:
+    own = ["--host", HOST, "--port", str(port), "--replica", replica]
+    return Program(
+        name=replica,
+        argv=[
+            *(sys.executable, "-m", f"services.{service}"),
+            *own,
+            *("--redis-url", broker_url(ports.broker)),
+            *more,
+        ],
+        env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1"},
+        ready=http_ready(f"http://{HOST}:{port}/readyz"),
+        ready_s=_READY_S,
+        stop_s=_STOP_S,
+    )

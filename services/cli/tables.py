@@ -1,0 +1,102 @@
+"""Tables for terminals: jobs, one job, and what a job changed."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from services.cli.progress import number, share
+from services.client import JobStatus
+
+
+def jobs_table(jobs: Sequence[JobStatus]) -> Table:
+    table = Table("job", "state", "step", "version", "created", box=None, header_style="dim")
+    for job in jobs:
+        created = "–" if job.created_at_s is None else _clock(job.created_at_s)
+        table.add_row(job.job_id, job.state, _steps(job), _text(job.policy_version), created)
+    return table
+
+
+def job_table(job: JobStatus) -> Table:
+    table = Table(box=None, show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    rows = {
+        "job": job.job_id,
+        "state": job.state,
+        "step": _steps(job),
+        "version": _text(job.policy_version),
+        **{name.replace("_", " "): number(value) for name, value in job.last.items()},
+        **{f"groups {name.replace('_', ' ')}": _count(num) for name, num in job.counts.items()},
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    if job.error:
+        table.add_row("error", f"[red]{job.error}[/red]")
+    for warning in job.warnings:
+        table.add_row("warning", f"[yellow]{warning}[/yellow]")
+    return table
+
+
+def before_after_table(summary: Mapping[str, Any]) -> Table | None:
+    """pass@k of the first and the last evaluated version; None with fewer than two."""
+    evaluations = summary["evaluations"]
+    if len(evaluations) < 2:
+        return None
+    before, after = evaluations[0], evaluations[-1]
+    table = Table(
+        "",
+        f"version {before['policy_version']}",
+        f"version {after['policy_version']}",
+        title=f"{after['suite']}: {after['num_problems']} problems, "
+        f"{after['samples_per_problem']} samples each",
+    )
+    for k in sorted(before["pass_at_k"].keys() & after["pass_at_k"].keys(), key=int):
+        table.add_row(f"pass@{k}", _estimate(before, k), _estimate(after, k))
+    table.add_row("truncated", share(before["truncated_share"]), share(after["truncated_share"]))
+    change = summary["before_after"]
+    if change is not None:
+        table.add_section()
+        table.add_row(
+            "pass@1, paired difference",
+            "",
+            f"{change['difference']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]",
+        )
+    return table
+
+
+def verdict(summary: Mapping[str, Any]) -> str:
+    """The change of pass@1 in words, claimed only when its interval excludes zero."""
+    change = summary["before_after"]
+    if change is None or change["low"] is None:
+        return "No two evaluations can be compared."
+    if change["low"] > 0:
+        return "pass@1 rose: the 95 % interval of the paired difference lies above zero."
+    if change["high"] < 0:
+        return "pass@1 fell: the 95 % interval of the paired difference lies below zero."
+    return "No change of pass@1 is shown: the interval of the paired difference includes zero."
+
+
+def _estimate(evaluation: Mapping[str, Any], k: str) -> str:
+    interval = evaluation["pass_at_k_ci"].get(k)
+    bounds = f" [{share(interval[0])}, {share(interval[1])}]" if interval else ""
+    return f"{share(evaluation['pass_at_k'][k])}{bounds}"
+
+
+def _steps(job: JobStatus) -> str:
+    return f"{job.step}/{job.steps or '?'}"
+
+
+def _text(value: object) -> str:
+    return "–" if value is None else str(value)
+
+
+def _count(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {num}" for name, num in value.items()) or "0"
+    return str(value)
+
+
+def _clock(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

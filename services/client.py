@@ -1,0 +1,214 @@
+"""A small typed client of the trainer's REST API; the CLI is built on it.
+
+The trainer may be away for a while (it is restarted when it dies): requests are repeated and event
+streams taken up where they broke off, until `patience_s` have passed without an answer.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import httpx
+from pydantic import BaseModel, ConfigDict
+
+from shared.errors import DeadlineExceeded, HttpFailed, TandemError
+from shared.http import HttpClient
+from shared.messages import Event
+from shared.registry import Replica
+
+ENDED = ("finished", "failed", "cancelled")
+Command = Literal["cancel", "pause", "resume"]
+
+_RECONNECT_S = 0.5
+_SILENCE_S = 45.0  # an open stream sends a comment every ten seconds
+_RETRY_STEP_S = 2.0  # what the HTTP client waits at most between two attempts
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Submitted(_Answer):
+    job_id: str
+    warnings: list[str] = []
+
+
+class JobStatus(_Answer):
+    """Example: state 'running', step 12 of 60 steps, policy_version 12."""
+
+    job_id: str
+    name: str = ""
+    state: str
+    step: int = 0
+    steps: int | None = None
+    policy_version: int | None = None
+    created_at_s: float | None = None
+    error: str | None = None
+    warnings: list[str] = []
+    counts: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedEvent:
+    line: int  # of the run's events.jsonl, from 1
+    event: Event
+
+
+class JobRefused(TandemError):
+    """The trainer does not accept the job; `problems` has one sentence per wrong key."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class NoSuchJob(TandemError):
+    pass
+
+
+class TandemClient:
+    def __init__(
+        self,
+        trainer_url: str,
+        *,
+        patience_s: float = 60.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._url = trainer_url.rstrip("/")
+        self._patience_s = patience_s
+        attempts = max(1, round(patience_s / _RETRY_STEP_S))
+        self._http = HttpClient(attempts=attempts, transport=transport)
+        self._stream = httpx.AsyncClient(
+            timeout=httpx.Timeout(_SILENCE_S, connect=5.0), transport=transport
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.close()
+        await self._stream.aclose()
+
+    async def submit(self, document: Mapping[str, Any]) -> Submitted:
+        """Raises `JobRefused` with every wrong key."""
+        try:
+            answer = await self._http.post(f"{self._url}/v1/jobs", dict(document))
+        except HttpFailed as err:
+            if err.status == 422:
+                raise JobRefused(_problems(err.body)) from err
+            raise
+        return Submitted.model_validate(answer)
+
+    async def jobs(self) -> list[JobStatus]:
+        """Oldest first."""
+        answer = await self._http.get(f"{self._url}/v1/jobs")
+        return [JobStatus.model_validate(job) for job in answer["jobs"]]
+
+    async def job(self, job_id: str) -> JobStatus:
+        return JobStatus.model_validate(await self._of_job("GET", job_id))
+
+    async def command(self, job_id: str, command: Command) -> JobStatus:
+        return JobStatus.model_validate(await self._of_job("POST", job_id, f"/{command}"))
+
+    async def summary(self, job_id: str) -> dict[str, Any]:
+        """summary.json; `HttpFailed` with 404 while it is not written yet."""
+        answer = await self._http.get(f"{self._url}/v1/jobs/{job_id}/summary")
+        return dict(answer)
+
+    async def servers(self) -> list[Replica]:
+        answer = await self._http.get(f"{self._url}/v1/servers")
+        return [Replica.model_validate(server) for server in answer["servers"]]
+
+    async def events(self, job_id: str, *, after: int = 0) -> AsyncGenerator[NumberedEvent, None]:
+        """The job's events from line `after` + 1 on, then live, until the job has ended.
+
+        Raises `DeadlineExceeded` once the trainer has been silent for `patience_s`.
+        """
+        url = f"{self._url}/v1/jobs/{job_id}/events"
+        heard_s = time.monotonic()
+        while True:
+            try:
+                async for message in self._messages(url, after):
+                    heard_s = time.monotonic()
+                    if message.kind == "end":
+                        return
+                    if message.kind == "message" and message.line > after:
+                        after = message.line
+                        yield NumberedEvent(after, Event.model_validate_json(message.data))
+            except httpx.TransportError:
+                pass  # it is asked again below, within the deadline
+            except HttpFailed as err:
+                if err.status == 404:
+                    raise NoSuchJob(f"the trainer knows no job {job_id}") from err
+                if err.status is not None and err.status < 500:
+                    raise
+            if time.monotonic() - heard_s > self._patience_s:
+                raise DeadlineExceeded(f"{url} to answer", self._patience_s)
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _messages(self, url: str, after: int) -> AsyncIterator["_Message"]:
+        async with self._stream.stream("GET", url, params={"after": after}) as answer:
+            if answer.is_error:
+                body = (await answer.aread()).decode(errors="replace")
+                raise HttpFailed("GET", url, answer.status_code, body)
+            message = _Message()
+            async for line in answer.aiter_lines():
+                name, _, value = line.partition(":")
+                value = value.removeprefix(" ")
+                if not line:
+                    yield message
+                    message = _Message()
+                elif name == "id":
+                    message.line = int(value)
+                elif name == "event":
+                    message.kind = value
+                elif name == "data":
+                    message.data += value
+
+    async def _of_job(self, method: str, job_id: str, path: str = "") -> Any:
+        try:
+            return await self._http.request(
+                method, f"{self._url}/v1/jobs/{job_id}{path}", idempotent=True
+            )
+        except HttpFailed as err:
+            if err.status == 404:
+                raise NoSuchJob(f"the trainer knows no job {job_id}") from err
+            raise
+
+
+@dataclass(slots=True)
+class _Message:
+    """One server-sent event; a comment alone ends as one without data."""
+
+    kind: str = "message"
+    line: int = 0
+    data: str = ""
+
+
+def _problems(body: str) -> list[str]:
+    """One sentence per entry of a 422 answer: key, value, what is wrong, what is allowed."""
+    try:
+        detail = json.loads(body)["detail"]
+    except (ValueError, KeyError, TypeError):
+        return [body]
+    entries = detail if isinstance(detail, list) else [{"message": detail}]
+    return [_sentence(entry) for entry in entries]
+
+
+def _sentence(entry: Mapping[str, Any]) -> str:
+    text = str(entry.get("message", entry))
+    if entry.get("key"):
+        given = f" = {json.dumps(entry['value'])}" if entry.get("value") is not None else ""
+        text = f"{entry['key']}{given}: {text}"
+    allowed = entry.get("allowed")
+    if isinstance(allowed, list):
+        allowed = ", ".join(map(str, allowed))
+    return f"{text} (allowed: {allowed})" if allowed else text

@@ -1,0 +1,218 @@
+"""The commands and their client against a trainer-shaped HTTP server that can misbehave."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import StreamingResponse
+from typer.testing import CliRunner, Result
+
+from services.cli.commands import app as cli
+from services.client import NoSuchJob, TandemClient
+from shared.errors import DeadlineExceeded, HttpFailed
+from shared.messages import Event
+
+JOB_ID = "demo-1f3a"
+
+
+def told(name: str, **fields: Any) -> Event:
+    return Event(name=name, job_id=JOB_ID, service="trainer", replica="t", at_s=0, fields=fields)
+
+
+@dataclass
+class FakeTrainer:
+    """State of the fake; `break_after` cuts the event stream once, after so many lines."""
+
+    url: str = ""
+    submitted: list[dict[str, Any]] = field(default_factory=list)
+    refusal: list[dict[str, Any]] | None = None
+    state: str = "finished"
+    events: list[Event] = field(default_factory=list)
+    break_after: int | None = None
+    unavailable: int = 0
+    asked_after: list[int] = field(default_factory=list)
+
+    def status(self) -> dict[str, Any]:
+        return {"job_id": JOB_ID, "name": "demo", "state": self.state, "step": 2, "steps": 2}
+
+
+def fake_app(trainer: FakeTrainer) -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/v1/jobs", status_code=201)
+    async def submit(document: dict[str, Any]) -> dict[str, Any]:
+        if trainer.refusal:
+            raise HTTPException(422, trainer.refusal)
+        trainer.submitted.append(document)
+        return {"job_id": JOB_ID, "warnings": ["no eval section"]}
+
+    @app.get("/v1/jobs")
+    async def jobs() -> dict[str, Any]:
+        return {"jobs": [trainer.status()]}
+
+    @app.get("/v1/jobs/{job_id}")
+    async def job(job_id: str) -> dict[str, Any]:
+        if job_id != JOB_ID:
+            raise HTTPException(404, "no such job")
+        return trainer.status()
+
+    @app.post("/v1/jobs/{job_id}/cancel")
+    async def cancel(job_id: str) -> dict[str, Any]:
+        trainer.state = "cancelled"
+        return trainer.status()
+
+    @app.get("/v1/jobs/{job_id}/events")
+    async def events(job_id: str, after: int = 0) -> StreamingResponse:
+        if job_id != JOB_ID:
+            raise HTTPException(404, "no such job")
+        if trainer.unavailable:
+            trainer.unavailable -= 1
+            raise HTTPException(503, "starting")
+        trainer.asked_after.append(after)
+        return StreamingResponse(_stream(trainer, after), media_type="text/event-stream")
+
+    return app
+
+
+async def _stream(trainer: FakeTrainer, after: int) -> AsyncIterator[str]:
+    cut, trainer.break_after = trainer.break_after, None
+    for line, event in enumerate(trainer.events, start=1):
+        if cut is not None and line > cut:
+            return
+        if line > after:
+            yield ": keep-alive\n\n"
+            yield f"id: {line}\ndata: {event.model_dump_json()}\n\n"
+    yield "event: end\ndata: {}\n\n"
+
+
+@pytest.fixture
+def trainer(free_port: int) -> Iterator[FakeTrainer]:
+    fake = FakeTrainer(url=f"http://127.0.0.1:{free_port}")
+    config = uvicorn.Config(fake_app(fake), port=free_port, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    deadline_s = time.monotonic() + 10
+    while not server.started and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    yield fake
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text('name = "demo"\nsteps = 60\n')
+    return path
+
+
+def call(trainer: FakeTrainer, *argv: str) -> Result:
+    return CliRunner().invoke(cli, [*argv, "--trainer", trainer.url])
+
+
+def two_steps() -> list[Event]:
+    return [
+        told("job_started", job={"steps": 2}),
+        told("step", step=1, reward_raw=0.25),
+        told("step", step=2, reward_raw=0.5),
+        told("job_finished", state="finished"),
+    ]
+
+
+def test_submit_sends_the_job_with_its_changes(trainer: FakeTrainer, job_file: Path) -> None:
+    result = call(trainer, "submit", str(job_file), "--set", "steps=2", "--set", "data.path=x")
+    assert result.exit_code == 0
+    assert result.stdout.strip() == JOB_ID
+    assert "no eval section" in result.stderr
+    assert trainer.submitted == [{"name": "demo", "steps": 2, "data": {"path": "x"}}]
+
+
+def test_a_refused_job_names_key_value_and_what_is_allowed(
+    trainer: FakeTrainer, job_file: Path
+) -> None:
+    trainer.refusal = [
+        {"key": "reward.grader", "value": "maths", "message": "unknown", "allowed": ["math"]},
+        {"key": "stepz", "value": 3, "message": "no such key"},
+    ]
+    result = call(trainer, "submit", str(job_file))
+    assert result.exit_code == 1
+    assert 'reward.grader = "maths": unknown (allowed: math)' in result.stderr
+    assert "stepz = 3: no such key" in result.stderr
+
+
+def test_watch_prints_a_line_a_step_and_takes_up_a_broken_stream(trainer: FakeTrainer) -> None:
+    trainer.events, trainer.break_after, trainer.unavailable = two_steps(), 2, 1
+    result = call(trainer, "watch", JOB_ID)
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [
+        JOB_ID,
+        "step",
+        "step",
+        JOB_ID,
+    ]
+    assert trainer.asked_after == [0, 2]
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled"])
+def test_watch_of_a_job_that_did_not_finish_fails(trainer: FakeTrainer, state: str) -> None:
+    trainer.state = state
+    trainer.events = [told("job_finished", state=state, error="rank 0 died")]
+    result = call(trainer, "watch", JOB_ID)
+    assert result.exit_code == 1
+    assert "rank 0 died" in result.stdout
+
+
+def test_watch_as_json_prints_the_events(trainer: FakeTrainer) -> None:
+    trainer.events = two_steps()
+    lines = call(trainer, "watch", JOB_ID, "--json").stdout.splitlines()
+    assert [json.loads(line)["name"] for line in lines] == [e.name for e in trainer.events]
+
+
+def test_submit_and_watch(trainer: FakeTrainer, job_file: Path) -> None:
+    trainer.events = two_steps()
+    result = call(trainer, "submit", str(job_file), "--watch")
+    assert result.exit_code == 0
+    assert "step    2/2" in result.stdout
+
+
+def test_status_lists_jobs_and_shows_one(trainer: FakeTrainer) -> None:
+    assert JOB_ID in call(trainer, "status").stdout
+    assert json.loads(call(trainer, "status", "--json").stdout)[0]["state"] == "finished"
+    assert json.loads(call(trainer, "status", JOB_ID, "--json").stdout)["step"] == 2
+
+
+def test_an_unknown_job_is_one_sentence(trainer: FakeTrainer) -> None:
+    for command in ("status", "watch"):
+        result = call(trainer, command, "other-0000")
+        assert result.exit_code == 1
+        assert result.stderr == "the trainer knows no job other-0000\n"
+
+
+def test_cancel(trainer: FakeTrainer) -> None:
+    assert call(trainer, "cancel", JOB_ID).stdout == f"{JOB_ID} cancelled\n"
+    assert trainer.state == "cancelled"
+
+
+async def test_without_a_trainer_requests_and_streams_end_in_time(free_port: int) -> None:
+    async with TandemClient(f"http://127.0.0.1:{free_port}", patience_s=1.0) as client:
+        with pytest.raises(HttpFailed) as failed:
+            await client.jobs()
+        assert failed.value.status is None
+        with pytest.raises(DeadlineExceeded, match="waited 1 s"):
+            async for _ in client.events(JOB_ID):
+                pass
+
+
+async def test_the_client_names_a_job_that_is_not_there(trainer: FakeTrainer) -> None:
+    async with TandemClient(trainer.url) as client:
+        with pytest.raises(NoSuchJob, match="other-0000"):
+            await asyncio.wait_for(anext(client.events("other-0000")), 10)
