@@ -43,7 +43,7 @@ def reward(summary: Summary) -> str:
     return _reward("Online reward over all graded samples", summary.reward_raw) + (
         " Groups without variance are left out of training, so the reward of trained groups alone"
         " would be biased; both are drawn."
-        if summary.groups.dropped.get("no_variance")
+        if any(reason.startswith("no_variance") for reason in summary.groups.dropped)
         else ""
     )
 

@@ -118,12 +118,12 @@ class Summary:
 
 def summarise(run: RunEvents, curves: Curves, evaluations: list[Evaluation]) -> Summary:
     job = job_document(run)
-    ended = run.named("job_finished")
+    state, error = _state(run)
     return Summary(
         job_id=run.events[0].job_id if run.events else "",
         name=str(job.get("name", "")),
-        state=str(ended[-1].fields.get("state", "finished")) if ended else "unfinished",
-        error=ended[-1].fields.get("error") if ended else None,
+        state=state,
+        error=error,
         seed=job.get("seed"),
         steps=len(curves),
         steps_planned=job.get("steps"),
@@ -151,6 +151,15 @@ def summarise(run: RunEvents, curves: Curves, evaluations: list[Evaluation]) -> 
 def job_document(run: RunEvents) -> dict[str, Any]:
     started = run.named("job_started")
     return dict(started[0].fields.get("job") or {}) if started else {}
+
+
+def _state(run: RunEvents) -> tuple[str, str | None]:
+    """A job that was started again after its end (a pause, say) has not ended."""
+    turns = [event for event in run.events if event.name in ("job_started", "job_finished")]
+    if not turns or turns[-1].name == "job_started":
+        return "unfinished", None
+    fields = turns[-1].fields
+    return str(fields.get("state", "finished")), fields.get("error")
 
 
 def _groups(run: RunEvents, curves: Curves) -> Groups:
@@ -226,8 +235,13 @@ def _field(items: list[dict[str, Any]], name: str) -> Curve:
 
 
 def _restarts(run: RunEvents) -> dict[str, int]:
-    counts = {name: len(run.named(name)) for name in ("rank_restarted", "replayed")}
-    return {name: num for name, num in counts.items() if num}
+    """How often the job was taken up again, its ranks were restarted, steps were replayed."""
+    counts = {
+        "job_taken_up_again": len(run.named("job_started")) - 1,
+        "ranks_restarted": len(run.named("rank_restarted")),
+        "replays": len(run.named("replayed")),
+    }
+    return {name: num for name, num in counts.items() if num > 0}
 
 
 def _warnings(run: RunEvents, job: dict[str, Any], curves: Curves) -> list[str]:

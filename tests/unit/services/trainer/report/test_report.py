@@ -147,6 +147,16 @@ def test_a_torn_line_is_counted_and_an_unfinished_one_is_left(run: Run) -> None:
     assert any("1 of 3 event lines" in warning for warning in run.summary().warnings)
 
 
+def test_a_resumed_job_has_not_ended(run: Run) -> None:
+    run.add("job_started", job=JOB)
+    run.add("job_finished", state="paused", error="paused on request")
+    assert (run.summary().state, run.summary().error) == ("paused", "paused on request")
+    run.add("job_started", job=JOB)
+    summary = run.summary()
+    assert (summary.state, summary.error) == ("unfinished", None)
+    assert summary.restarts == {"job_taken_up_again": 1}
+
+
 def test_a_job_without_evaluation_is_warned_about(run: Run) -> None:
     run.add("job_started", job={**JOB, "eval": None})
     assert any("biased by dynamic sampling" in warning for warning in run.summary().warnings)
