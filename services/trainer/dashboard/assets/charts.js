@@ -84,7 +84,8 @@ export class Charts {
 
   constructor(container) {
     this.container = container;
-    new ResizeObserver(() => this.#resize()).observe(container);
+    // In the next frame: resizing inside the observer's own call is reported as an error.
+    new ResizeObserver(() => requestAnimationFrame(() => this.#resize())).observe(container);
   }
 
   // Build anew: another job, or another colour scheme.

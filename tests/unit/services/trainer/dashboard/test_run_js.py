@@ -1,0 +1,73 @@
+"""The page's data module, run by Node.js where there is one."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import services.trainer.dashboard as dashboard
+
+MODULE = Path(dashboard.__file__).parent / "assets" / "run.js"
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="Node.js is not installed")
+
+
+def evaluate(tmp_path: Path, script: str) -> Any:
+    """The JSON value that the script's `answer` is left with."""
+    module = tmp_path / "run.mjs"  # a name by which every Node.js knows a module
+    module.write_text(MODULE.read_text())
+    program = f'import {{ Run, movingAverage }} from "{module.as_uri()}"; let answer; {script};'
+    program += "console.log(JSON.stringify(answer));"
+    done = subprocess.run(
+        [str(NODE), "--input-type=module", "-e", program],
+        check=True, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+def test_lines_seen_before_are_left_out(tmp_path: Path) -> None:
+    script = """
+      const run = new Run();
+      run.load({after: 5, events: [{name: "step", fields: {step: 1, reward_raw: 0.1}}],
+                counts: {step: 1}, dropped: {too_old: 2}});
+      run.add({name: "step", fields: {step: 1, reward_raw: 0.9}}, 5);
+      run.add({name: "step", fields: {step: 2, reward_raw: 0.2}}, 6);
+      run.add({name: "group_dropped", fields: {reason: "too_old"}}, 7);
+      answer = {rewards: run.steps.reward_raw, lines: run.lines, dropped: run.dropped,
+                counts: run.counts, shown: run.events.length};
+    """
+    assert evaluate(tmp_path, script) == {
+        "rewards": [0.1, 0.2],
+        "lines": 7,
+        "dropped": {"too_old": 3},
+        "counts": {"step": 2, "group_dropped": 1},
+        "shown": 2,
+    }
+
+
+def test_a_replayed_step_replaces_the_first_telling(tmp_path: Path) -> None:
+    script = """
+      const run = new Run();
+      [[1, 0.1], [2, 0.2], [2, 0.3]].forEach(([step, reward_raw], i) =>
+        run.add({name: "step", fields: {step, reward_raw, groups: 4}}, i + 1));
+      answer = [run.steps.step, run.steps.reward_raw, run.trained];
+    """
+    assert evaluate(tmp_path, script) == [[1, 2], [0.1, 0.3], 8]
+
+
+def test_phases_are_stacked_from_the_first_up(tmp_path: Path) -> None:
+    script = """
+      const run = new Run();
+      run.add({name: "step", fields: {step: 1, seconds: {wait: 1, pack: 0.5, checkpoint: 2}}}, 1);
+      const columns = run.stackedPhases();
+      answer = [columns.at(-1), columns.at(-2), columns[1]];
+    """
+    assert evaluate(tmp_path, script) == [[1], [1.5], [3.5]]
+
+
+def test_moving_average_skips_gaps(tmp_path: Path) -> None:
+    script = "answer = movingAverage([1, 2, null, 4, 5], 3)"
+    assert evaluate(tmp_path, script) == [1, 1.5, 1.5, 3, 4.5]
