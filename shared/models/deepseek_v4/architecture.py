@@ -363,21 +363,20 @@ def _check_formats(arch: Architecture) -> None:
 
 
 def _transformers_keys(arch: Architecture) -> dict[str, Any]:
-    # transformers infers these from compress_ratios only if every pooled ratio is 128.
+    # transformers infers these from compress_ratios only if every pooled ratio is 128, and has
+    # room for one pooled ratio.
+    pooled = {ratio for ratio in arch.compress_ratios if ratio not in (0, C4_RATIO)}
+    if len(pooled) > 1:
+        return {}
     names = {
         "window": "sliding_attention",
         "c4": "compressed_sparse_attention",
         "pooled": "heavily_compressed_attention",
     }
-    layers = range(arch.num_hidden_layers)
-    pooled = {r for r in arch.compress_ratios if r not in (0, C4_RATIO)}
+    rates = {names["c4"]: C4_RATIO, names["pooled"]: min(pooled, default=QUANT_BLOCK)}
     return {
-        "layer_types": [names[arch.kind(layer)] for layer in layers],
-        "compress_rates": {
-            names["c4"]: C4_RATIO,
-            names["pooled"]: min(pooled, default=QUANT_BLOCK),
-        },
-        "partial_rotary_factor": arch.qk_rope_head_dim / arch.head_dim,
+        "layer_types": [names[arch.kind(layer)] for layer in range(arch.num_hidden_layers)],
+        "compress_rates": rates,
     }
 
 
