@@ -1,0 +1,224 @@
+r"""Whether two single values are equal: math-verify reads them, and numbers decide where they can.
+
+Gold comes first everywhere, because math-verify's `verify` is not symmetric. Its own tests accept
+1/2^98 for 1/2^99 (an absolute tolerance) and can simplify for minutes, so expressions are compared
+by value at fixed points, relatively; sets, relations and matrices are left to `verify`.
+Loaded in pool workers only: sympy is heavy, and what it is asked here may never end.
+"""
+
+import logging
+import math
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Basic, Expr, Float, MatrixBase, Rational
+
+from services.reward.graders.forms import Leaf, Unreadable
+from services.reward.graders.literals import is_rounding
+
+# It warns that we impose the deadline ourselves, and about each answer that it cannot read.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+MAX_CHARS = 2000
+MAX_EXPONENT = 10_000
+MAX_FACTORIAL = 5_000
+MAX_SYMBOLS = 8
+DIGITS = 30
+TOLERANCE = Float("1e-15", DIGITS)
+
+# Where expressions with symbols are compared: no special values, so that equality is no accident.
+_POSITIVE = ("1.2345678910111213", "0.7182818284590452", "3.3166247903553998")
+_MIXED = ("-1.4142135623730950", "0.5772156649015328", "-2.6457513110645905")
+
+_CONFIG = [LatexExtractionConfig()]
+_RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|lt|gt|in|approx)(?![a-zA-Z])")
+_CARET = re.compile(r"\^\s*(\{|\d+|.)?")
+_INTEGER_POWER = re.compile(r"\s*(\d{1,6})\s*\^\s*(?:\{\s*(\d{1,6})\s*\}|(\d))\s*")
+_FACTORIAL = re.compile(r"(\d*)\s*(!+)")
+
+
+class TooLarge(Exception):
+    """Evaluating it would take forever: `9^{9^{9}}`."""
+
+
+def same_value(gold: Leaf, answer: Leaf) -> bool:
+    """Whether `answer` has the value of `gold`.
+
+    Raises `Unreadable` for an answer that cannot be parsed, `TooLarge` for one that is not worth
+    trying, and ValueError for a gold that is either.
+    """
+    refuse_too_large(answer.value)
+    right = read_expression(answer.value)
+    if right is None:
+        raise Unreadable(f"not an expression: {answer.value[:80]!r}")
+    try:
+        left = _read_gold(gold.value)
+    except ValueError:
+        if answer.number is not None:
+            return False  # whatever the gold means, it is no plain number
+        raise
+    if _is_undefined(right) or _is_undefined(left):
+        return False
+    if isinstance(left, Expr) and isinstance(right, Expr):
+        verdict = _same_expression(left, right, gold, answer)
+        if verdict is not None:
+            return verdict
+    return bool(verify(left, right, timeout_seconds=None))
+
+
+def same_by_verify(gold: str, answer: str) -> bool:
+    """`verify` on whole texts, for shapes that differ: an interval against an inequality."""
+    refuse_too_large(answer)
+    right = read_expression(answer)
+    if right is None:
+        raise Unreadable(f"not an expression: {answer[:80]!r}")
+    left = _read_gold(gold)
+    return bool(verify(left, right, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def is_relation(text: str) -> bool:
+    return _RELATION.search(text) is not None
+
+
+def _read_gold(text: str) -> Basic | MatrixBase:
+    try:
+        refuse_too_large(text)
+    except TooLarge as err:
+        raise ValueError(f"gold {text[:80]!r} is too large to evaluate") from err
+    expression = read_expression(text)
+    if expression is None:
+        raise ValueError(f"gold {text[:80]!r} is not an expression")
+    return expression
+
+
+@lru_cache(maxsize=512)  # the gold is the same for every sample of a group
+def read_expression(text: str) -> Basic | MatrixBase | None:
+    """What math-verify makes of LaTeX; None when it cannot."""
+    if len(text) > MAX_CHARS:
+        return None
+    latex = text.replace("\\percent", "\\%").replace("\\degree", "^\\circ").replace("\\cr", "\\\\")
+    found = parse(f"${latex}$", _CONFIG, fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
+
+
+def refuse_too_large(text: str) -> None:
+    """Raise `TooLarge` for towers of powers, huge exponents and huge factorials."""
+    if len(text) > MAX_CHARS:
+        raise Unreadable(f"an answer of {len(text)} characters exceeds {MAX_CHARS}")
+    for match in _FACTORIAL.finditer(text):
+        if len(match[2]) > 2 or (match[1] and _exceeds(match[1], MAX_FACTORIAL)):
+            raise TooLarge(f"factorial {match.group()[:20]}")
+    for match in _CARET.finditer(text):
+        exponent = match[1] or ""
+        if exponent == "{":
+            exponent = _braced(text, match.end() - 1)
+        if _exponent_exceeds(exponent) or text[match.end() :].lstrip().startswith("^"):
+            raise TooLarge(f"exponent {exponent[:20]}")
+
+
+def _braced(text: str, begin: int) -> str:
+    depth = 0
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin + 1 : place]
+    return text[begin + 1 :]
+
+
+def _exponent_exceeds(exponent: str) -> bool:
+    power = _INTEGER_POWER.fullmatch(exponent)
+    if power is not None:
+        base, height = int(power[1]), int(power[2] or power[3])
+        return height * math.log10(max(base, 1)) > math.log10(MAX_EXPONENT)
+    if "^" in exponent and not re.search(r"[a-zA-Z]", re.sub(r"\\[a-z]+", "", exponent)):
+        return True  # a tower of numbers
+    return any(_exceeds(digits, MAX_EXPONENT) for digits in re.findall(r"\d+", exponent))
+
+
+def _exceeds(digits: str, bound: int) -> bool:
+    return len(digits) > 9 or int(digits) > bound
+
+
+def _is_undefined(value: Basic | MatrixBase) -> bool:
+    return value in {sympy.nan, sympy.zoo}
+
+
+def _same_expression(left: Expr, right: Expr, gold: Leaf, answer: Leaf) -> bool | None:
+    """True or False when values at fixed points tell, None when they cannot."""
+    left, right = left.doit(), right.doit()  # math-verify leaves 10^{100}+1 as it is written
+    if isinstance(left, Rational) and isinstance(right, Rational):
+        return bool(left == right) or _rounds(gold, answer, left, right)
+    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    if len(symbols) > MAX_SYMBOLS:
+        return None
+    if not symbols:
+        pair = _values(left, right, {})
+        return None if pair is None else _close(*pair) or _rounds(gold, answer, *pair)
+    return _same_function(left, right, symbols)
+
+
+def _same_function(left: Expr, right: Expr, symbols: list[Any]) -> bool | None:
+    """Equal at positive points, and at mixed ones as far as both are real there.
+
+    A root of a negative number picks a branch: 1/sqrt(n) and sqrt(1/n) are the same answer, while
+    |x| and x are not.
+    """
+    for points, must_be_real in ((_POSITIVE, False), (_MIXED, True)):
+        for shift in range(len(points)):
+            at = {s: Float(points[(i + shift) % 3], DIGITS) + i // 3 for i, s in enumerate(symbols)}
+            pair = _values(left, right, at)
+            if pair is None:
+                return None
+            if must_be_real and not (pair[0].is_real and pair[1].is_real):
+                continue
+            if not _close(*pair):
+                return False
+    return True
+
+
+def _values(left: Expr, right: Expr, at: dict[Any, Any]) -> tuple[Expr, Expr] | None:
+    """Both values to `DIGITS` digits; None when one of them is not a number."""
+    values = []
+    for expression in (left, right):
+        value = _value(expression, at)
+        if value is None:
+            return None
+        values.append(value)
+    return values[0], values[1]
+
+
+def _value(expression: Expr, at: dict[Any, Any]) -> Expr | None:
+    try:
+        value = expression.evalf(DIGITS, subs=at) if at else expression.evalf(DIGITS)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
+        return None  # not a quantity: a function without a definition, a set inside
+    if not isinstance(value, Expr) or not value.is_number or not value.is_finite:
+        return None
+    real, imaginary = value.as_real_imag()
+    return None if not (real.is_Number and imaginary.is_Number) else _significant(value)
+
+
+def _significant(value: Expr) -> Expr:
+    """Zero for a value that is nothing but the noise of cancellation (sympy marks it so)."""
+    return sympy.Integer(0) if getattr(value, "_prec", DIGITS) == 1 else value
+
+
+def _close(left: Expr, right: Expr) -> bool:
+    return bool(abs(left - right) <= TOLERANCE * max(abs(left), abs(right)))
+
+
+def _rounds(gold: Leaf, answer: Leaf, left: Expr, right: Expr) -> bool:
+    """Whether a decimal on one side is the other, exact side rounded."""
+    for decimal, exact in ((answer.number, left), (gold.number, right)):
+        if decimal is None or decimal.places is None or not exact.is_real:
+            continue
+        other = gold if exact is left else answer
+        if other.number is None or other.number.places is None:
+            nearest = Rational(str(exact.evalf(DIGITS))) if not exact.is_Rational else exact
+            if is_rounding(decimal, Fraction(int(nearest.p), int(nearest.q))):
+                return True
+    return False

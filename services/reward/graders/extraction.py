@@ -1,0 +1,180 @@
+r"""Which part of a response is its answer. The rules, in order:
+
+1. Only what follows the last closing reasoning tag (`</think>` and its kin) is read. Reasoning that
+   opens and never closes has been cut off: there is no answer.
+2. Strict statements are `\boxed{...}`, `\fbox{...}`, `<answer>...</answer>`, a label with a colon
+   (`Answer: ...`, `**Final answer:** ...`) and GSM8K's `#### ...`. The one that begins last wins,
+   so hedging does not pay, and a box on an `Answer:` line is that line's answer.
+3. Boxes joined by nothing but a comma, "and" or "or" are one list of answers.
+4. A strict statement that is empty or never ends is no answer, and earlier ones do not replace it.
+5. Without a strict statement, the last "answer is ..." counts up to the end of its sentence.
+6. A response that is one line with nothing but a number or one formula is its own answer.
+
+Everything takes linear time, whatever the text.
+"""
+
+import re
+from dataclasses import dataclass
+
+_REASONING_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|<\|end_of_thought\|>")
+_REASONING_START = re.compile(r"<(?:think|thinking|thought|reasoning)>|<\|begin_of_thought\|>")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t\n]*")
+_BARE_BOX = re.compile(r"[-+]?\w[\w.,/]{0,99}")
+_LABEL = re.compile(
+    r"(?<![A-Za-z])answer(?:[ \t]{1,3}is)?[ \t]{0,3}[*_]{0,3}[ \t]{0,3}[:：=][ \t]{0,3}[*_]{0,3}"
+    r"|(?<!\#)\#{4}(?!\#)",
+    re.IGNORECASE,
+)
+_TAG = re.compile(r"<answer>", re.IGNORECASE)
+_TAG_END = re.compile(r"</answer>", re.IGNORECASE)
+_PROSE = re.compile(
+    r"(?<![A-Za-z])answer[ \t]{1,3}(?:is|equals|will be|must be)[ \t]", re.IGNORECASE
+)
+_SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
+_CLAUSE_END = re.compile(r",(?=\s+(?!and\b|or\b)[A-Za-z]{2})|;(?=\s)")
+_JOIN = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or)\b)[\s$]*", re.IGNORECASE)
+_SEGMENT = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_BARE_NUMBER = re.compile(r"[-+−]?[$]?[\d.,/]{1,60}%?")
+
+MAX_JOINED_BOXES = 10
+MAX_JOIN_CHARS = 40
+MAX_LABELLED_CHARS = 2000
+MAX_BARE_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str  # as written, delimiters of the statement left out
+    rule: str  # box | tag | label | prose | bare
+
+
+class NoAnswer(Exception):
+    """The text says why there is none."""
+
+
+def find_answer(response: str) -> Answer:
+    """The answer that `response` gives, or `NoAnswer`."""
+    text = _final_part(response)
+    boxes = [match.start() for match in _BOX.finditer(text)]
+    labels = list(_LABEL.finditer(text))
+    tags = list(_TAG.finditer(text))
+    last_box = boxes[-1] if boxes else -1
+    last_label = labels[-1].start() if labels else -1
+    last_tag = tags[-1].start() if tags else -1
+    last = max(last_box, last_label, last_tag)
+    if last < 0:
+        return _weak_answer(text)
+    if last == last_box:
+        return _boxed(text, boxes)
+    if last == last_label:
+        return _labelled(text, labels[-1].end())
+    return _tagged(text, tags[-1].end())
+
+
+def _final_part(response: str) -> str:
+    ends = list(_REASONING_END.finditer(response))
+    text = response[ends[-1].end() :] if ends else response
+    if _REASONING_START.search(text):
+        raise NoAnswer("the reasoning never ends")
+    return text
+
+
+def _boxed(text: str, starts: list[int]) -> Answer:
+    """The last box, and those joined to it by a comma, "and" or "or"."""
+    content, _ = _box_content(text, starts[-1])
+    contents, right = [content], starts[-1]
+    for start in reversed(starts[-MAX_JOINED_BOXES:-1]):
+        try:
+            content, end = _box_content(text, start)
+        except NoAnswer:
+            break
+        if not 0 <= right - end <= MAX_JOIN_CHARS or not _JOIN.fullmatch(text, end, right):
+            break
+        if content not in contents:
+            contents.append(content)
+        right = start
+    return Answer(", ".join(reversed(contents)), "box")
+
+
+def _box_content(text: str, start: int) -> tuple[str, int]:
+    match = _BOX.match(text, start)
+    assert match is not None
+    begin = match.end()
+    if not text.startswith("{", begin):
+        bare = _BARE_BOX.match(text, begin)
+        if bare is None:
+            raise NoAnswer("an empty box")
+        return bare.group().rstrip(".,"), bare.end()
+    end = _closing_brace(text, begin)
+    if end < 0:
+        raise NoAnswer("a box that never ends")
+    content = text[begin + 1 : end].strip()
+    if not content:
+        raise NoAnswer("an empty box")
+    return content, end + 1
+
+
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def _closing_brace(text: str, begin: int) -> int:
+    depth = 0
+    for match in _BRACE.finditer(text, begin):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0 and match.group() == "}":
+            return match.start()
+    return -1
+
+
+def _labelled(text: str, begin: int) -> Answer:
+    """The rest of the line behind a label, or the next line with anything on it."""
+    rest = text[begin : begin + MAX_LABELLED_CHARS].lstrip()
+    line = _SENTENCE_END.split(rest, maxsplit=1)[0]
+    if len(line) == len(rest) and len(text) > begin + MAX_LABELLED_CHARS:
+        raise NoAnswer(f"a labelled answer of more than {MAX_LABELLED_CHARS} characters")
+    value = _only_formula(line.partition("</")[0].strip())
+    if not value.strip("*_`$. "):
+        raise NoAnswer("a label without an answer")
+    return Answer(value, "label")
+
+
+def _tagged(text: str, begin: int) -> Answer:
+    end = _TAG_END.search(text, begin)
+    if end is None:
+        raise NoAnswer("an answer tag that never ends")
+    value = text[begin : end.start()].strip()
+    if not value:
+        raise NoAnswer("an empty answer tag")
+    if len(value) > MAX_LABELLED_CHARS:
+        raise NoAnswer(f"an answer tag around {len(value)} characters")
+    return Answer(_only_formula(value), "tag")
+
+
+def _only_formula(value: str) -> str:
+    """The one formula among words without digits ("the sum is $13$ dollars"), else all of it."""
+    segments = list(_SEGMENT.finditer(value))
+    if len(segments) != 1:
+        return value
+    found = segments[0]
+    around = value[: found.start()] + value[found.end() :]
+    if re.search(r"\d|\\[a-zA-Z]|\b(?:or|and)\b", around):
+        return value
+    return next(group for group in found.groups() if group)
+
+
+def _weak_answer(text: str) -> Answer:
+    found = list(_PROSE.finditer(text))
+    if found:
+        rest = text[found[-1].end() :][:MAX_LABELLED_CHARS].lstrip()
+        segment = _SEGMENT.match(rest)
+        if segment:
+            return Answer(next(group for group in segment.groups() if group), "prose")
+        value = _CLAUSE_END.split(_SENTENCE_END.split(rest, maxsplit=1)[0], maxsplit=1)[0].strip()
+        if value:
+            return Answer(value, "prose")
+    bare = text.strip()
+    if 0 < len(bare) <= MAX_BARE_CHARS and "\n" not in bare:
+        segment = _SEGMENT.fullmatch(bare)
+        if segment or _BARE_NUMBER.fullmatch(bare):
+            return Answer(bare, "bare")
+    raise NoAnswer("no box, label or statement of an answer")

@@ -1,0 +1,261 @@
+r"""The shape of a tidy answer: a leaf, a list, a tuple, an interval, a set, a matrix, `x = ...`.
+
+Shapes are read here and not by math-verify, whose parser takes 100 ms for `(15,-29)`; it gets the
+leaves. Reading splits at top-level commas and never goes deeper than `MAX_DEPTH`.
+"""
+
+import re
+from dataclasses import dataclass
+
+from services.reward.graders.literals import Number, read_number
+
+MAX_DEPTH = 40
+MAX_ITEMS = 200
+
+
+class Unreadable(Exception):
+    """The text says what cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One value. Example: `15\\mbox{ cm}^2` has value '15', unit 'cm^2' and number 15."""
+
+    text: str  # all of it, tidy
+    value: str  # without unit and percent sign
+    number: Number | None = None
+    unit: str = ""
+    is_percent: bool = False
+    word: str = ""  # folded, when it consists of letters alone
+    is_textual: bool = False  # words for sure, not a product of symbols
+    clock: tuple[str, ...] = ()  # 12:30 pm
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Several values. kind: list (no brackets) | bracket | set | union | matrix | row."""
+
+    text: str
+    kind: str
+    items: "tuple[Form, ...]"
+    brackets: str = ""  # '()', '[)' ...
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """`x = value` or `x \\in value`."""
+
+    text: str
+    variable: str
+    value: "Form"
+
+
+Form = Leaf | Group | Assigned
+
+_TEXT = re.compile(
+    r"\\(?:text|mbox|hbox|mathrm|textrm|textbf|textit|textnormal|mathbf|mathit|operatorname)\s*"
+    r"\{([^{}]*)\}"
+)
+_SEPARATOR = re.compile(
+    r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*,?\s*(?:and|or)\s*\}"
+    r"|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|\\(?:lor|vee|land|wedge)(?![a-zA-Z])"
+)
+_ASSIGNED = re.compile(
+    r"(\\?[A-Za-z]+(?:_\{?\w+\}?)?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
+)
+_MATRIX = re.compile(r"\\begin\{([pbvB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}")
+_CLOCK = re.compile(r"(\d{1,6}):(\d{1,6})(?::(\d{1,6}))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
+_CURRENCY = re.compile(r"^([-+]?)\s*(?:US)?(\\?\$|€|£|¥)\s*")
+_BASE = re.compile(r"(\d[\dA-F]*)_\s*(?:\{\s*(\d+)\s*\}|(\d+))")
+_TEXT_UNIT = re.compile(_TEXT.pattern + r"\s*(?:\^\s*\{?\s*(\d)\s*\}?)?$")
+_WORD_UNIT = re.compile(
+    r"([-+]?\s*[\d./]*\d\.?(?:\s\d+/\d+)?|[-+]?\\frac\{[^{}]*\}\{[^{}]*\})"
+    r"(\s*)([A-Za-z]{2,}[A-Za-z./ ]*?)\s*(?:\^\s*\{?\s*(\d)\s*\}?)?"
+)
+_LETTERS = re.compile(r"[A-Za-z](?:[A-Za-z' -]*[A-Za-z])?")
+_CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
+_BRACKET = re.compile(r"\\[{}]|[()\[\]{},;]|\\cup(?![a-z])")
+_DEPTH = {"(": 1, "[": 1, "{": 1, "\\{": 1, ")": -1, "]": -1, "}": -1, "\\}": -1}
+
+_UNIT_NAMES = {
+    "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "meter": "m", "metre": "m",
+    "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "kilometer": "km", "gram": "g",
+    "kilogram": "kg", "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h",
+    "deg": "degree", "dollar": "$", "usd": "$", "liter": "l", "litre": "l",
+}  # fmt: skip
+_SHORT_UNITS = {
+    "cm", "mm", "km", "in", "ft", "yd", "mi", "kg", "mg", "lb", "oz", "mph", "kph", "hr", "min",
+    "sec", "deg", "ml", "sq", "am", "pm",
+}  # fmt: skip
+_FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "arc", "log", "exp", "sqrt", "mod", "frac")
+
+
+def read_form(text: str, *, depth: int = 0) -> Form:
+    """The shape of `text` (tidy); raises `Unreadable` where it nests too deeply."""
+    if depth > MAX_DEPTH or (depth == 0 and _nesting(text) > MAX_DEPTH):
+        raise Unreadable(f"nested deeper than {MAX_DEPTH}")
+    text = text.strip()
+    if depth == 0:
+        text = _SEPARATOR.sub(",", text)
+    parts = _split(text, ",;")
+    if len(parts) > 1:
+        return _list(text, parts, depth)
+    if matrix := _MATRIX.fullmatch(text):
+        return _matrix(text, matrix[2], depth)
+    unions = _split(text, "\\cup")
+    if len(unions) > 1:
+        return Group(text, "union", _read_all(unions, depth))
+    if assigned := _ASSIGNED.fullmatch(text):
+        return Assigned(text, assigned[1], read_form(assigned[2], depth=depth + 1))
+    return _bracketed(text, depth) or _plus_minus(text, depth) or read_leaf(text)
+
+
+def _read_all(parts: list[str], depth: int) -> tuple[Form, ...]:
+    if len(parts) > MAX_ITEMS:
+        raise Unreadable(f"{len(parts)} answers exceed {MAX_ITEMS}")
+    return tuple(read_form(part, depth=depth + 1) for part in parts)
+
+
+def _list(text: str, parts: list[str], depth: int) -> Form:
+    """`n = 1, 2, 3` assigns the whole list."""
+    items = _read_all(parts, depth)
+    first = items[0]
+    if isinstance(first, Assigned) and not any(isinstance(x, Assigned) for x in items[1:]):
+        values = Group(text, "list", _flat((first.value, *items[1:])))
+        return Assigned(text, first.variable, values)
+    return Group(text, "list", _flat(items))
+
+
+def _flat(items: tuple[Form, ...]) -> tuple[Form, ...]:
+    """A list within a list (from a plus-minus) is part of it."""
+    flat: list[Form] = []
+    for item in items:
+        flat.extend(item.items if isinstance(item, Group) and item.kind == "list" else [item])
+    return tuple(flat)
+
+
+def _matrix(text: str, body: str, depth: int) -> Group:
+    rows = [row for row in body.split("\\cr") if row.strip()]
+    return Group(
+        text,
+        "matrix",
+        tuple(Group(row, "row", _read_all(row.split("&"), depth)) for row in rows),
+    )
+
+
+def _bracketed(text: str, depth: int) -> Form | None:
+    r"""`(1,2)`, `[0,1)`, `\{1,2\}`; brackets around one value are left out."""
+    opening = "\\{" if text.startswith("\\{") else text[:1]
+    closing = "\\}" if text.endswith("\\}") else text[-1:]
+    if opening not in {"(", "[", "\\{"} or closing not in {")", "]", "\\}"}:
+        return None
+    if _closing_place(text) != len(text) - len(closing) or _CHOICE.fullmatch(text):
+        return None
+    inner = text[len(opening) : -len(closing)].strip()
+    if not inner:
+        return Group(text, "set" if opening == "\\{" else "bracket", (), opening + closing)
+    parts = _split(inner, ",;")
+    if opening == "\\{":
+        return Group(text, "set", _flat(_read_all(parts, depth)), opening + closing)
+    if len(parts) > 1:
+        return Group(text, "bracket", _read_all(parts, depth), opening + closing)
+    return read_form(inner, depth=depth + 1) if opening + closing == "()" else None
+
+
+def _plus_minus(text: str, depth: int) -> Group | None:
+    if text.count("\\pm") != 1 or "\\mp" in text:
+        return None
+    left, right = text.split("\\pm")
+    plus = f"{left}+{right}" if left.strip() else right
+    return Group(text, "list", _read_all([plus, f"{left}-{right}"], depth))
+
+
+def read_leaf(text: str) -> Leaf:
+    """A single value with its unit, if it has one."""
+    if clock := _CLOCK.fullmatch(text):
+        return Leaf(text, text, clock=tuple((part or "").lower() for part in clock.groups()))
+    value, unit, is_percent = _without_unit(text)
+    if unit and not value:
+        return _words(text, unit)
+    number = read_number(value)
+    if number is not None or unit:
+        return Leaf(text, value, number, unit, is_percent)
+    inner = _TEXT.sub(lambda match: match[1], value).strip()
+    choice = _CHOICE.fullmatch(inner)
+    inner = choice[1] if choice else inner
+    if _LETTERS.fullmatch(inner):
+        return _words(text, inner, is_textual=_TEXT.search(value) is not None or " " in inner)
+    return Leaf(text, value, None, unit, is_percent)
+
+
+def _words(text: str, words: str, *, is_textual: bool = True) -> Leaf:
+    return Leaf(text, text, word=" ".join(words.casefold().split()), is_textual=is_textual)
+
+
+def _without_unit(text: str) -> tuple[str, str, bool]:
+    """Value, unit and whether a percent sign was there."""
+    value, unit = text, ""
+    if currency := _CURRENCY.match(value):
+        value, unit = currency[1] + value[currency.end() :], currency[2].strip("\\")
+    is_percent = value.endswith("\\percent")
+    value = value.removesuffix("\\percent").strip()
+    if value.endswith("\\degree"):
+        return value.removesuffix("\\degree").strip(), "degree", is_percent
+    if (based := _BASE.fullmatch(value)) is not None:
+        return based[1], f"base {based[2] or based[3]}", is_percent
+    found = _TEXT_UNIT.search(value)
+    if found and value[: found.start()].strip():
+        return value[: found.start()].strip(), _unit(found[1], found[2]), is_percent
+    plain = _WORD_UNIT.fullmatch(value)
+    if plain and _is_unit(plain[3], is_apart=bool(plain[2])):
+        return plain[1].strip(), _unit(plain[3], plain[4]), is_percent
+    return value, unit, is_percent
+
+
+def _is_unit(words: str, *, is_apart: bool) -> bool:
+    """`5cm` and `13 apples`, but neither `2xy` nor `2 sin x`: letters may be symbols."""
+    first = words.lower().split()[0].rstrip(".")
+    if first in _SHORT_UNITS or first.removesuffix("s") in _UNIT_NAMES:
+        return True
+    return is_apart and len(first) > 2 and not first.startswith(_FUNCTIONS)
+
+
+def _unit(words: str, power: str | None) -> str:
+    names = re.sub(r"[^a-z$/ ]", "", words.lower()).split()
+    singular = [name if len(name) < 3 else name.removesuffix("s") for name in names]
+    unit = " ".join(_UNIT_NAMES.get(name, name) for name in singular)
+    for word, exponent in (("square ", "2"), ("cubic ", "3"), ("sq ", "2")):
+        if unit.startswith(word):
+            return f"{unit.removeprefix(word)}^{exponent}"
+    return f"{unit}^{power}" if power and power != "1" else unit
+
+
+def _nesting(text: str) -> int:
+    depth = deepest = 0
+    for match in _BRACKET.finditer(text):
+        depth += _DEPTH.get(match.group(), 0)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _closing_place(text: str) -> int:
+    """Where the bracket that opens `text` closes; -1 if it does not."""
+    depth = 0
+    for match in _BRACKET.finditer(text):
+        depth += _DEPTH.get(match.group(), 0)
+        if depth == 0:
+            return match.start()
+    return -1
+
+
+def _split(text: str, separators: str) -> list[str]:
+    """Parts between top-level separators, empty ones left out."""
+    parts, begin, depth = [], 0, 0
+    for match in _BRACKET.finditer(text):
+        token = match.group()
+        depth += _DEPTH.get(token, 0)
+        if depth == 0 and token in separators:
+            parts.append(text[begin : match.start()])
+            begin = match.end()
+    parts.append(text[begin:])
+    return [part.strip() for part in parts if part.strip()]

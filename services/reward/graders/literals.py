@@ -1,0 +1,119 @@
+r"""Numbers written out: exact values without algebra, whatever their size.
+
+`3/4`, `-0.25`, `3\frac{1}{2}`, `1.5e3`, `6.02\times 10^{23}` become fractions; floats never appear,
+so tiny differences count. Integers beyond `MAX_DIGITS` are compared digit by digit.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_DIGITS = 4000
+
+_DECIMAL = re.compile(r"(\d*)(?:\.(\d*))?(?:[eE]([+-]?\d{1,4}))?")
+_FRACTION = re.compile(r"(?:\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}|([\d.]+)\s*/\s*([\d.]+))")
+_MIXED = re.compile(r"(\d+)\s*(?:\\frac\s*\{(\d+)\}\s*\{(\d+)\}|\s(\d+)\s*/\s*(\d+))")
+_SCIENTIFIC = re.compile(
+    r"([\d.]+)\s*(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([+-]?\d{1,4})\s*\}|(\d))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A literal. `value` is None for an integer longer than `MAX_DIGITS`, then `digits` tells."""
+
+    value: Fraction | None
+    digits: str  # canonical spelling of a plain decimal, else ""
+    places: int | None  # decimal places written, None for fractions and integers
+    significant: int  # digits written, leading zeros left out
+
+
+def read_number(text: str) -> Number | None:
+    """The number that `text` (tidy) spells out, or None."""
+    sign, body = _sign(text)
+    if not body or body[0] not in "0123456789.\\":
+        return None
+    number = _decimal(body)
+    if number is None:
+        value = _exact(body)
+        number = None if value is None else Number(value, "", None, 0)
+    if number is None or sign > 0:
+        return number
+    negative = None if number.value is None else -number.value
+    return Number(negative, _negated(number.digits), number.places, number.significant)
+
+
+def same_number(gold: Number, answer: Number) -> bool:
+    """Exactly equal, or a decimal that rounds the other, exact one correctly (`is_rounding`)."""
+    if gold.value is None or answer.value is None:
+        return bool(gold.digits) and gold.digits == answer.digits
+    if gold.value == answer.value:
+        return True
+    if answer.places is not None and gold.places is None and gold.value.denominator > 1:
+        return is_rounding(answer, gold.value)
+    if gold.places is not None and answer.places is None and answer.value.denominator > 1:
+        return is_rounding(gold, answer.value)
+    return False
+
+
+def is_rounding(decimal: Number, exact: Fraction) -> bool:
+    """Whether `decimal` is `exact` rounded, with at least six significant digits."""
+    if decimal.places is None or decimal.value is None or decimal.significant < 6:
+        return False
+    return abs(decimal.value - exact) <= Fraction(1, 2 * 10**decimal.places)
+
+
+def _sign(text: str) -> tuple[int, str]:
+    sign = 1
+    while text[:1] in {"+", "-"}:
+        sign = -sign if text[0] == "-" else sign
+        text = text[1:].lstrip()
+    return sign, text
+
+
+def _decimal(body: str) -> Number | None:
+    match = _DECIMAL.fullmatch(body)
+    if match is None:
+        return None
+    whole, fraction, exponent = match[1], match[2] or "", int(match[3] or 0)
+    if not whole and not fraction:
+        return None
+    digits = whole.lstrip("0") or "0"
+    if fraction.strip("0"):
+        digits += "." + fraction.rstrip("0")
+    significant = len((whole + fraction).lstrip("0"))
+    if len(whole) + len(fraction) > MAX_DIGITS:
+        return None if exponent else Number(None, digits, None, significant)
+    value = Fraction(int(whole + fraction), 10 ** len(fraction)) * Fraction(10) ** exponent
+    places = max(0, len(fraction) - exponent) if fraction else None
+    return Number(value, "" if exponent else digits, places, significant)
+
+
+def _exact(body: str) -> Fraction | None:
+    """A mixed number, a fraction of literals or scientific notation."""
+    if len(body) > MAX_DIGITS:
+        return None
+    if match := _MIXED.fullmatch(body):
+        whole, over, under = match[1], match[2] or match[4], match[3] or match[5]
+        return None if not int(under) else int(whole) + Fraction(int(over), int(under))
+    if match := _FRACTION.fullmatch(body):
+        over_, under_ = (
+            read_number((match[1] or match[3]).strip()),
+            read_number((match[2] or match[4]).strip()),
+        )
+        return _quotient(over_, under_)
+    if match := _SCIENTIFIC.fullmatch(body):
+        mantissa = _decimal(match[1])
+        if mantissa is not None and mantissa.value is not None:
+            return mantissa.value * Fraction(10) ** int(match[2] or match[3])
+    return None
+
+
+def _quotient(over: Number | None, under: Number | None) -> Fraction | None:
+    if over is None or under is None or over.value is None or not under.value:
+        return None
+    return over.value / under.value
+
+
+def _negated(digits: str) -> str:
+    return digits if digits in {"", "0"} else f"-{digits}"

@@ -1,0 +1,197 @@
+r"""Mathematical answers: a written policy around math-verify.
+
+What counts as the answer: `extraction.py`. How an answer is compared with the gold:
+
+* Text that is the same after `notation.tidy` is right, before anything is evaluated.
+* Numbers are compared exactly, whatever their size. A decimal also equals an exact value that it
+  rounds correctly with at least six significant digits: 0.333333 is 1/3, 0.333 is not.
+* A percent sign or none: `50\%` equals 50 and 1/2; two percentages compare as they are.
+* Units, degrees, currency and number bases are ignored unless both sides name one and they differ.
+* Several answers (commas, "and", "or", plus-minus, sets) must match one to one, in any order: one
+  of two is wrong, and so is hedging ("13 or 14"). Pairs, intervals and matrices keep their order,
+  intervals their open and closed ends.
+* `x = 5` is 5. `x = 5` is not `y = 5`. Of a chain of equations the last right side counts.
+* Clock times are texts; ratios with other denominators (`2:4`) may be reduced.
+* Words and choices ignore case and `\text`: `\text{(B)}` is B.
+* Everything else is algebra (`algebra.py`).
+
+An answer that is found but cannot be read is `unparseable`. One too large to evaluate is wrong
+when the gold is not. A gold that cannot be read is an error, never a zero.
+"""
+
+from functools import lru_cache
+
+from services.reward.graders.algebra import (
+    TooLarge,
+    is_relation,
+    same_by_verify,
+    same_value,
+)
+from services.reward.graders.extraction import NoAnswer, find_answer
+from services.reward.graders.forms import Assigned, Form, Group, Leaf, Unreadable, read_form
+from services.reward.graders.literals import Number, same_number
+from services.reward.graders.notation import tidy
+from shared.messages import Score, Unparseable
+
+MAX_EXTRACTED_CHARS = 200
+
+
+def grade(response: str, gold: str) -> Score | Unparseable:
+    """1 for the gold's value, 0 for another, `Unparseable` without a readable answer.
+
+    ValueError: the gold is empty or cannot be read.
+    """
+    expected = _read_gold(gold)
+    try:
+        found = find_answer(response)
+    except NoAnswer as err:
+        return Unparseable(reason=str(err))
+    answer = tidy(found.text)
+    if not answer:
+        return Unparseable(reason="an empty answer")
+    try:
+        is_right, reason = _compare(expected, answer)
+    except Unreadable as err:
+        return Unparseable(reason=str(err))
+    return Score(
+        value=float(is_right),
+        extracted=answer[:MAX_EXTRACTED_CHARS],
+        reason=f"{found.rule}: {reason}",
+    )
+
+
+@lru_cache(maxsize=512)
+def _read_gold(gold: str) -> Form:
+    try:
+        text = tidy(find_answer(gold).text if "boxed" in gold else gold)
+        if not text:
+            raise ValueError("the gold is empty")
+        return read_form(text)
+    except (NoAnswer, Unreadable) as err:
+        raise ValueError(f"gold {gold[:80]!r}: {err}") from err
+
+
+def _compare(gold: Form, answer: str) -> tuple[bool, str]:
+    if answer == gold.text:
+        return True, "same text"
+    try:
+        return same(gold, read_form(answer)), "compared by value"
+    except TooLarge as err:
+        return False, f"too large to evaluate: {err}"
+
+
+def same(gold: Form, answer: Form) -> bool:
+    """Whether two shapes hold the same values."""
+    if gold.text == answer.text:
+        return True
+    if isinstance(gold, Assigned) or isinstance(answer, Assigned):
+        return _same_assigned(gold, answer)
+    if isinstance(gold, Group) and isinstance(answer, Group):
+        return _same_group(gold, answer)
+    if isinstance(gold, Leaf) and isinstance(answer, Leaf):
+        return same_leaf(gold, answer)
+    return _same_across(gold, answer)
+
+
+def _same_assigned(gold: Form, answer: Form) -> bool:
+    if isinstance(gold, Assigned) and isinstance(answer, Assigned):
+        return gold.variable == answer.variable and same(gold.value, answer.value)
+    if isinstance(answer, Assigned):
+        if isinstance(gold, Leaf) and is_relation(gold.value):
+            return same_by_verify(gold.text, answer.text)
+        return same(gold, answer.value)
+    assert isinstance(gold, Assigned)
+    if isinstance(answer, Leaf) and is_relation(answer.value):
+        return same_by_verify(gold.text, answer.text)
+    return same(gold.value, answer)
+
+
+def _same_group(gold: Group, answer: Group) -> bool:
+    kinds = {gold.kind, answer.kind}
+    if kinds <= {"list", "set"}:
+        return _same_unordered(gold.items, answer.items)
+    if kinds == {"union"}:
+        return _same_unordered(gold.items, answer.items) or same_by_verify(gold.text, answer.text)
+    if kinds == {"bracket"}:
+        return gold.brackets == answer.brackets and _same_ordered(gold.items, answer.items)
+    if kinds in ({"matrix"}, {"row"}):
+        return _same_ordered(gold.items, answer.items)
+    if kinds == {"bracket", "list"}:  # a pair without its parentheses, or a list within some
+        bracket = gold if gold.kind == "bracket" else answer
+        return bracket.brackets == "()" and _same_ordered(gold.items, answer.items)
+    if kinds == {"bracket", "union"}:
+        return same_by_verify(gold.text, answer.text)
+    return False
+
+
+def _same_ordered(gold: tuple[Form, ...], answer: tuple[Form, ...]) -> bool:
+    return len(gold) == len(answer) and all(map(same, gold, answer))
+
+
+def _same_unordered(gold: tuple[Form, ...], answer: tuple[Form, ...]) -> bool:
+    """One to one in any order; equality is transitive, so the first partner is as good as any."""
+    if len(gold) != len(answer):
+        return False
+    left = list(answer)
+    for item in gold:
+        partner = next((other for other in left if same(item, other)), None)
+        if partner is None:
+            return False
+        left.remove(partner)
+    return True
+
+
+def _same_across(gold: Form, answer: Form) -> bool:
+    """A leaf against a group: an inequality may be an interval, a set of one its element."""
+    leaf, group = (gold, answer) if isinstance(gold, Leaf) else (answer, gold)
+    assert isinstance(leaf, Leaf)
+    assert isinstance(group, Group)
+    if group.kind in {"set", "list"} and len(group.items) == 1:
+        return same(gold, group.items[0]) if group is answer else same(group.items[0], answer)
+    if leaf.number is not None or leaf.word or leaf.clock or group.kind in {"list", "matrix"}:
+        return False
+    return same_by_verify(gold.text, answer.text)
+
+
+def same_leaf(gold: Leaf, answer: Leaf) -> bool:
+    """Whether two single values are equal, by the rules at the top of this module."""
+    if gold.clock or answer.clock:
+        return _same_clock(gold.clock, answer.clock)
+    if gold.unit and answer.unit and gold.unit != answer.unit:
+        return False
+    if gold.word and answer.word and gold.word == answer.word:
+        return True
+    if _settled_by_words(gold, answer):
+        return False
+    if gold.number is not None and answer.number is not None:
+        return _same_percent(gold.number, answer.number, gold, answer)
+    if is_relation(answer.value) and not is_relation(gold.value) and "=" in answer.value:
+        return same(gold, read_form(answer.value.rpartition("=")[2]))
+    return same_value(gold, answer)
+
+
+def _settled_by_words(gold: Leaf, answer: Leaf) -> bool:
+    """Words against other words, or words against a number: no algebra needed."""
+    if gold.is_textual or answer.is_textual:
+        return True
+    words, numbers = (gold.word, answer.word), (gold.number, answer.number)
+    return len(max(words, key=len)) > 1 and numbers != (None, None)
+
+
+def _same_percent(left: Number, right: Number, gold: Leaf, answer: Leaf) -> bool:
+    if same_number(left, right):
+        return True
+    if gold.is_percent == answer.is_percent or left.value is None or right.value is None:
+        return False
+    share = (left.value, right.value * 100) if gold.is_percent else (left.value * 100, right.value)
+    return share[0] == share[1]
+
+
+def _same_clock(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
+    if not gold or not answer:
+        return False
+    left, right = [tuple(int(part or 0) for part in clock[:3]) for clock in (gold, answer)]
+    if left == right:
+        return gold[3] == answer[3] or not (gold[3] and answer[3])
+    is_time = any(len(clock[1]) == 2 or clock[2] or clock[3] for clock in (gold, answer))
+    return not is_time and left[0] * right[1] == left[1] * right[0] != 0

@@ -1,0 +1,122 @@
+r"""One spelling for one answer: `tidy` removes what LaTeX and people write around a value.
+
+Only appearance goes: Unicode becomes ASCII or LaTeX, spacing and sizing commands vanish, fractions
+get their braces, thousands lose their separators. Nothing here knows what an expression means.
+"""
+
+import re
+import unicodedata
+
+_UNICODE = {
+    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "﹣": "-", "－": "-",
+    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/",
+    "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
+    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "θ": r"\theta ",
+    "°": r"^\circ ", "º": r"^\circ ", "′": "'", "％": "%", "：": ":", "，": ",",
+    "（": "(", "）": ")",
+    "“": '"', "”": '"', "’": "'", "‘": "'", "…": r"\ldots ",
+    "¼": r"\frac{1}{4}", "½": r"\frac{1}{2}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}",
+    "⅔": r"\frac{2}{3}", "⅛": r"\frac{1}{8}",
+}  # fmt: skip
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_SUPERSCRIPT_RUN = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
+_DELIMITERS = (
+    ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("`", "`"), ("**", "**"),
+)  # fmt: skip
+
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        (r"\\\\(?:\[[^\]]{0,20}\])?", r"\\cr "),
+        (r"(?:^|(?<=\s))\*\*([^*]+)\*\*(?=\s|$|[.,:;])", r"\1"),
+        (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*", ""),
+        (r"\{([:;,.])\}", r"\1"),
+        (r"\\(?:display|text|script)style(?![a-zA-Z])|\\(?:no)?limits(?![a-zA-Z])", ""),
+        (r"(?<=\d)(?:\\[!,;: ]|,\\[!,; ]|~)+\s?(?=\d{3}(?!\d))", ""),  # 10\,080 and 10,\!080
+        (r"\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])s?", r"\\degree "),
+        (r"\\leq?q?(?:slant)?(?![a-zA-Z])", r"\\le "),
+        (r"\\geq?q?(?:slant)?(?![a-zA-Z])", r"\\ge "),
+        (r"\\neq(?![a-zA-Z])", r"\\ne "),
+        (r"\\(?:lbrace|lbrack)(?![a-zA-Z])", r"\\{"),
+        (r"\\(?:rbrace|rbrack)(?![a-zA-Z])", r"\\}"),
+        (r"\*\*", "^"),
+        (r"\*", r"\\cdot "),
+        (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
+        (r"(?<![\\a-zA-Z])inf(?:inity)?(?![a-zA-Z])", r"\\infty "),
+        (r"(?<=\d)(?:\\?%|\s*\bpercent\b)", r"\\percent "),
+        (r"\\?%", r"\\percent "),
+        (r"\\sqrt\s*(\d|[a-zA-Z](?![a-zA-Z]))", r"\\sqrt{\1}"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\w)", r"\1{\2}"),
+    ]
+]
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?!\d|,\d)")
+_SPACED_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+")
+_IDLE_SPACE = re.compile(r"(?<!\w) | (?!\w)")  # x + 1 is x+1, while 3 1/2 is not 31/2
+_LEADING = " \t\n,;:"  # a leading point belongs to .75
+_TRAILING = " \t\n.,;:"
+
+
+def tidy(text: str) -> str:
+    """`text` in the one spelling; linear in its length up to a small factor."""
+    text = " ".join(_plain_characters(text).split())
+    text = _without_delimiters(text)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = _stripped(" ".join(text.split()))
+    if _SPACED_THOUSANDS.fullmatch(text):
+        text = text.replace(" ", "")
+    if "(" not in text and "[" not in text and r"\{" not in text:
+        text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
+    return _without_braces(_IDLE_SPACE.sub("", text))
+
+
+def _stripped(text: str) -> str:
+    return text.lstrip(_LEADING).rstrip(_TRAILING)
+
+
+def _plain_characters(text: str) -> str:
+    if text.isascii():
+        return text
+    text = _SUPERSCRIPT_RUN.sub(lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}", text)
+    return "".join(_UNICODE.get(char) or _plain_character(char) for char in text)
+
+
+def _plain_character(char: str) -> str:
+    if char.isascii():
+        return char
+    if unicodedata.category(char) == "Nd":
+        return str(unicodedata.digit(char))
+    if unicodedata.category(char) in {"Zs", "Cf"}:
+        return " " if unicodedata.category(char) == "Zs" else ""
+    return unicodedata.normalize("NFKC", char)
+
+
+def _without_delimiters(text: str) -> str:
+    """Take off `$...$` and the like where they enclose all of it; other dollars are amounts."""
+    for _ in range(4):
+        text = _stripped(text)
+        for left, right in _DELIMITERS:
+            inner = text[len(left) : -len(right)]
+            if len(text) > len(left + right) and text.startswith(left) and text.endswith(right):
+                if right in inner and left == right:
+                    continue
+                text = inner
+                break
+        else:
+            break
+    return re.sub(r"(?<!\\)\$(?!\s*\d)|\\\(|\\\)", "", text)
+
+
+def _without_braces(text: str) -> str:
+    """Take off braces around everything: `{5}` is 5. `\\{5\\}` is a set and stays."""
+    while text.startswith("{") and text.endswith("}") and not text.endswith("\\}"):
+        inner = text[1:-1]
+        if "{" in inner or "}" in inner:
+            return text
+        text = inner.strip()
+    return text
