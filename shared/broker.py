@@ -39,6 +39,7 @@ def broker(
         ready=broker_ready(HOST, port),
         ready_s=30.0,
         stop_s=10.0,
+        port=port,
     )
 
 

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import structlog
 
 from shared.errors import DeadlineExceeded, StackFailed
-from shared.process import die_with_parent, kill_marked, prepare_to_fork
+from shared.process import die_with_parent, kill_marked, port_in_use, prepare_to_fork
 from shared.readiness import Ready
 from shared.tasks import end
 
@@ -48,6 +48,7 @@ class Program:
     ready_s: float = 60.0
     stop_s: float = 20.0
     cwd: Path | None = None
+    port: int | None = None  # on loopback; must be free when the stack starts
 
 
 @contextlib.asynccontextmanager
@@ -62,6 +63,7 @@ async def running(
     Raises `StackFailed` on entering or, cancelling the body, when a program cannot be kept alive.
     """
     groups = [[entry] if isinstance(entry, Program) else list(entry) for entry in programs]
+    _check_ports(groups)
     prepare_to_fork()
     stack = Stack(log_dir)
     try:
@@ -244,6 +246,15 @@ class LogTails:
             self._offsets[name] += len(complete) + len(newline)
             for line in complete.splitlines():
                 on_line(name, line.decode(errors="replace"))
+
+
+def _check_ports(groups: Sequence[Sequence[Program]]) -> None:
+    """A stranger on a port would answer for the program, and look ready."""
+    for program in (program for group in groups for program in group):
+        if program.port is not None and port_in_use("127.0.0.1", program.port):
+            raise StackFailed(
+                f"{program.name} cannot be started: port {program.port} on 127.0.0.1 is in use."
+            )
 
 
 async def _missing(program: Program, ended: asyncio.Task[int]) -> str | None:

@@ -19,8 +19,8 @@ from redis.exceptions import AuthenticationError, RedisError
 log = structlog.get_logger()
 T = TypeVar("T")
 
-SOCKET_TIMEOUT_S = 15.0
-MAX_BLOCK_S = 10.0
+SOCKET_TIMEOUT_S = 10.0
+MAX_BLOCK_S = 5.0
 _UNLIMITED = 1_000_000  # the deadline ends the retries, not their number
 
 
@@ -79,7 +79,8 @@ class PatientRetry(Retry):
                     raise
                 await asyncio.sleep(self._backoff.compute(failures))
             else:
-                self._note_back()
+                if result is not None:  # connecting proves nothing: a stalled broker still accepts
+                    self._note_back()
                 return result
 
     def _note_away(self, error: RedisError) -> None:

@@ -90,6 +90,10 @@ class Session:
         except Fatal:
             await self._release(delivery, delivery.times_delivered, self._consumer.retry_s)
             raise
+        except asyncio.CancelledError:
+            if cast(Any, asyncio.current_task()).cancelling():
+                raise
+            await self._fail(delivery, RuntimeError("something it waited for was cancelled"))
         except Exception as err:  # noqa: BLE001  one message's failure must not touch the others
             await self._fail(delivery, err)
         else:
@@ -204,9 +208,17 @@ class Session:
         except ResponseError as err:
             if not str(err).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
-            log.warning("group_recreated", stream=self._consumer.stream, error=str(err))
-            await self.ensure_group()
+            await self._start_over(err)
             return []
+
+    async def _start_over(self, err: ResponseError) -> None:
+        """The broker lost its data: have a group again, and tell who can feed the work again."""
+        log.error("group_lost", stream=self._consumer.stream, error=str(err))
+        self._counts.labels(self._label, "group_lost").inc()
+        await self.ensure_group()
+        self._own_from, self._claim_from = None, b"0-0"
+        if self._consumer.on_group_lost is not None:
+            self._consumer.on_group_lost()
 
     async def _own_unacked(self, limit: int) -> list[Delivery]:
         """What an earlier process of our name held when it died; no need to wait for its leases."""
@@ -226,6 +238,8 @@ class Session:
         self._claim_from = reply[0]
         if self._claim_from == b"0-0":
             self._claim_at_s = time.monotonic() + min(c.retry_s, c.lease_s / 3)
+        if deleted := reply[2]:
+            log.error("unacked_messages_were_deleted", stream=c.stream, entry_ids=deleted)
         return await self._admit_again(reply[1])
 
     async def _new(self, limit: int) -> list[Delivery]:

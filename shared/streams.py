@@ -12,7 +12,7 @@ failure touches another.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from shared.dead_letters import DeadLetter, dead_letters, requeue_dead
+from shared.redis import MAX_BLOCK_S
 from shared.session import Delivery, Handler, Session, entries_of
 from shared.tasks import drain, end, following
 
@@ -84,9 +85,9 @@ async def read_from(
 ) -> list[tuple[bytes, bytes]]:
     """News after `last_id` (b"0" for all) as (entry id, body); waits up to `block_s` for the first.
 
-    `block_s` must stay below the client's socket timeout.
+    Waits of more than `MAX_BLOCK_S` would look like a dead broker and are cut to that.
     """
-    block_ms = max(1, int(block_s * 1000)) if block_s > 0 else None
+    block_ms = max(1, int(min(block_s, MAX_BLOCK_S) * 1000)) if block_s > 0 else None
     reply: Any = await redis.xread({stream: last_id}, count=limit, block=block_ms)
     return [(entry_id, fields.get(b"body", b"")) for entry_id, fields in entries_of(reply)]
 
@@ -105,6 +106,11 @@ class Consumer:
     retry_s: float = 1.0
     block_s: float = 1.0
     max_body_bytes: int = 64 * 2**20
+    on_group_lost: Callable[[], None] | None = None  # the broker came back without its data
+
+    def __post_init__(self) -> None:
+        if self.block_s > MAX_BLOCK_S:
+            raise ValueError(f"block_s {self.block_s} exceeds {MAX_BLOCK_S}, the client's patience")
 
     async def run(
         self, handler: Handler, *, stop: asyncio.Event, concurrency: int = 1, drain_s: float = 20.0

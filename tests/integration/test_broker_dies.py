@@ -1,15 +1,18 @@
 """Consumers and publishers while the broker dies, stays away, or comes back empty."""
 
 import asyncio
+import os
 import shutil
 import subprocess
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 import pytest_asyncio
 from redis.exceptions import ConnectionError as BrokerAway
 
 from shared.broker import broker, broker_url
+from shared.process import die_with_parent
 from shared.readiness import broker_ready
 from shared.redis import broker_trouble, create_redis
 from shared.streams import Consumer, backlog, publish, publish_many
@@ -30,7 +33,10 @@ class OwnBroker:
     async def start(self):
         program = broker(self.data_dir, self.port, appendfsync="always")
         self.process = subprocess.Popen(  # noqa: ASYNC220  starts at once
-            program.argv, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+            program.argv,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         ready = broker_ready("127.0.0.1", self.port)
         async with asyncio.timeout(10):
@@ -59,9 +65,10 @@ async def client(own_broker):
 
 
 @asynccontextmanager
-async def consuming(redis, handler, **how):
+async def consuming(redis, handler, on_group_lost=None, **how):
     stop = asyncio.Event()
-    quick = Consumer(redis, STREAM, GROUP, "w", lease_s=1.0, retry_s=0.1, block_s=0.2)
+    settings = {"lease_s": 1.0, "retry_s": 0.1, "block_s": 0.2, "on_group_lost": on_group_lost}
+    quick = Consumer(redis, STREAM, GROUP, "w", **settings)
     task = asyncio.create_task(quick.run(handler, stop=stop, **how))
     try:
         yield task
@@ -129,7 +136,8 @@ async def test_broker_that_comes_back_empty_gets_its_group_again(own_broker, cli
     async def handle(body):
         seen.append(body)
 
-    async with consuming(client, handle):
+    lost = []
+    async with consuming(client, handle, on_group_lost=lambda: lost.append(True)):
         await publish(client, STREAM, b"old")
         await until(lambda: _at_least(seen, 1))
         own_broker.kill()
@@ -138,6 +146,7 @@ async def test_broker_that_comes_back_empty_gets_its_group_again(own_broker, cli
         await publish(client, STREAM, b"new")
         await until(lambda: nothing_left(client))
     assert seen == [b"old", b"new"]
+    assert lost == [True]
 
 
 async def test_held_messages_survive_the_brokers_restart(own_broker, client):

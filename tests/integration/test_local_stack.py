@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -129,6 +130,15 @@ async def test_missing_executable_is_one_sentence(tmp_path):
     with pytest.raises(StackFailed, match=r"ghost cannot be started: .*No such file"):
         async with running([Program("ghost", ["/nonexistent/ghost"])], log_dir=tmp_path):
             pytest.fail("must not come up")
+
+
+async def test_port_in_use_is_one_sentence(tmp_path, free_port):
+    with socket.create_server(("127.0.0.1", free_port)), pytest.raises(StackFailed) as caught:
+        async with running([broker(tmp_path / "data", free_port)], log_dir=tmp_path):
+            pytest.fail("must not come up")
+    assert str(caught.value) == (
+        f"broker cannot be started: port {free_port} on 127.0.0.1 is in use."
+    )
 
 
 async def test_child_with_a_session_of_its_own_is_swept_up(tmp_path):

@@ -198,6 +198,24 @@ async def test_fatal_ends_the_consumer_and_counts_against_its_message_only(redis
     assert [row["times_delivered"] for row in pending] == [0, 1]
 
 
+async def test_handler_whose_own_wait_is_cancelled_counts_as_failed(redis):
+    async def handle(body):
+        abandoned = asyncio.get_running_loop().create_future()
+        abandoned.cancel()
+        await abandoned
+
+    await publish(redis, STREAM, b"x")
+    async with consuming(consumer(redis, max_deliveries=2), handle):
+        await until(lambda: nothing_left(redis))
+    (letter,) = await dead_letters(redis, STREAM)
+    assert "was cancelled" in letter.reason
+
+
+def test_block_time_beyond_the_clients_patience_is_refused():
+    with pytest.raises(ValueError, match=r"block_s 30 exceeds 5"):
+        Consumer(None, STREAM, GROUP, "w", block_s=30)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
