@@ -1,16 +1,14 @@
 """Lets Megatron-core run on CPU tensors and gloo, without an edit to Megatron.
 
-Megatron asks CUDA for devices, streams and generators where no GPU is needed. `install` answers;
-`on_cpu` also redirects literal `device="cuda"` arguments. It costs time on every call, so it is
-entered only around Megatron's own set-up, optimiser and checkpoint code.
+Megatron asks CUDA for devices, streams and generators where no GPU is needed; `install` has the CPU
+answer. Only tensor factories are wrapped, because anything wider costs time on every operation.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
 
@@ -38,6 +36,8 @@ def install() -> None:
     tensor: Any = torch.Tensor
     tensor.type = _typename(tensor.type)
     tensor.cuda = torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
+    for name in ("zeros", "ones", "empty", "tensor"):
+        setattr(torch, name, _redirected(getattr(torch, name)))
     _patch_megatron()
 
 
@@ -50,32 +50,16 @@ def _patch_megatron() -> None:
     megatron_random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
 
 
-@contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """Redirect `device="cuda"` to the CPU inside; nothing where a GPU is present."""
-    if not needed():
-        yield
-        return
-    with _CudaMeansCpu():
-        yield
+def _redirected(factory: Any) -> Any:
+    """A tensor factory that makes CPU tensors when asked for CUDA ones."""
 
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
 
-class _CudaMeansCpu(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": _cpu_if_cuda(kwargs["device"])}
-        return func(*(_cpu_if_cuda(arg) for arg in args), **kwargs)
-
-
-def _cpu_if_cuda(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith("cuda"):
-        return _CPU
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return _CPU
-    return value
+    return on_cpu
 
 
 def _typename(original: Any) -> Any:

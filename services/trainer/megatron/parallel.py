@@ -15,18 +15,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from services.trainer.megatron import cpu
 
 
-def initialise(*, seed: int, timeout_s: float = 600.0) -> None:
-    """Join the world and build Megatron's groups; a second call in one process changes nothing."""
+def join(*, timeout_s: float = 600.0) -> None:
+    """Join the world of ranks; a second call in one process changes nothing."""
     cpu.install()
-    if parallel_state.model_parallel_is_initialized():
+    if dist.is_initialized():
         return
-    _join(timeout_s)
-    with cpu.on_cpu():
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(seed)
-
-
-def _join(timeout_s: float) -> None:
     backend = "gloo" if cpu.needed() else "nccl"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
@@ -36,6 +29,14 @@ def _join(timeout_s: float) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     if not cpu.needed():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def initialise(*, seed: int) -> None:
+    """Join, build Megatron's groups and seed its generators; again only seeds."""
+    join()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(seed)
 
 
 def leave() -> None:

@@ -6,6 +6,7 @@ Parameter names are the release's names (`weights.py` has the few exceptions).
 """
 
 # B rows, S tokens per row, T = B·S, N streams, D model width, V vocabulary
+from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,6 +34,7 @@ class DeepSeekV4(MegatronModule):
         super().__init__(config=config)
         layers = range(architecture.num_hidden_layers) if layers is None else layers
         self.architecture = architecture
+        self.model_type = ModelType.encoder_or_decoder  # Megatron's schedules ask
         self.pre_process = layers.start == 0
         self.post_process = layers.stop == architecture.num_hidden_layers
         self.input_tensor: Tensor | None = None

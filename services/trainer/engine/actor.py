@@ -1,0 +1,231 @@
+"""The actor of one rank: model, optimiser and what the conductor may ask of them.
+
+A step is refused (`Rejected`) with the weights as they were: bad tokens, too many unusable sampler
+log-probabilities, a loss or gradient that is not a number.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import structlog
+from torch import Tensor
+
+from services.trainer import checkpoint
+from services.trainer.engine import schedule
+from services.trainer.engine.initial import load_release_weights
+from services.trainer.engine.tokens import ResponseTokens, response_tokens, scored_sequences
+from services.trainer.loss import Clipping, TokenBatch, drift_metrics, token_coefficients
+from services.trainer.megatron.optimizer import (
+    build_optimizer,
+    gradients_are_finite,
+    set_learning_rate,
+    wrap,
+)
+from services.trainer.models.deepseek_v4.config import transformer_config
+from services.trainer.models.deepseek_v4.model import DeepSeekV4
+from services.trainer.packing import MicroBatch, ScoredSequence, pack
+from shared.errors import Rejected
+from shared.job import Job, expand_path
+from shared.messages import TrainingBatch
+from shared.models.deepseek_v4.architecture import Architecture
+
+log = structlog.get_logger()
+Progress = Callable[[str, int], None]
+
+
+class Actor:
+    """`step` counts optimiser steps taken; `policy_version` is the version of the weights held."""
+
+    def __init__(self, job: Job, *, progress: Progress = lambda phase, step: None) -> None:
+        self.job = job
+        self.step = 0
+        self.policy_version = 0
+        self._progress = progress
+        self.rollout_checkpoint = expand_path(job.model.rollout_checkpoint)
+        self.architecture = replace(
+            Architecture.load(self.rollout_checkpoint),
+            clamp_shared_experts=job.actor.clamp_shared_expert,
+        )
+        self.config = transformer_config(self.architecture, dtype=job.actor.dtype)
+        self.model = DeepSeekV4(
+            self.config, self.architecture, freeze_router=job.actor.freeze_router
+        )
+        self._load_first_weights()
+        # The optimiser copies its FP32 masters from the weights, so those come first.
+        self.wrapped = wrap(self.model, self.config)
+        self.optimizer = build_optimizer(self.wrapped, self.config, job.actor.optimizer)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def train_step(self, batch: TrainingBatch) -> dict[str, Any]:
+        """One step on `batch`: its metrics by name, and `seconds` by phase.
+
+        The batch is cut in `updates_per_batch` parts (sample i goes to part i modulo that), each
+        with its own optimiser update and denominators. Log-probabilities of the actor at the start
+        of the step cost a pass of their own only with several updates.
+        """
+        algorithm = self.job.algorithm
+        tokens = response_tokens(
+            batch,
+            vocab_size=self.architecture.vocab_size,
+            max_bad_share=algorithm.max_bad_logprob_share,
+        )
+        clock = _Clock(self._progress, batch.step)
+        updates = min(algorithm.updates_per_batch, len(tokens.sequences))
+        num_tokens = len(tokens.sampler)
+        old: Tensor | None = None
+        if updates > 1:
+            with clock("logprobs"):
+                old = self._score(tokens.sequences, batch.temperature).logprobs
+        record, results = schedule.TokenRecord.empty(num_tokens), []
+        for update in range(updates):
+            part, places = tokens.part(update, updates)
+            old_part = None if old is None else old[places]
+            result = self._update(part, old_part, batch, clock, first=update == 0)
+            record.put(places, result.record)
+            results.append(result)
+        self.step, self.policy_version = batch.step, batch.policy_version + 1
+        return {
+            **_token_metrics(record, tokens, old, tis_cap=algorithm.tis_cap),
+            "loss": sum(result.loss for result in results) / updates,
+            "grad_norm": max(result.grad_norm for result in results),
+            "learning_rate": results[-1].learning_rate,
+            "micro_batches": sum(result.micro_batches for result in results),
+            "padded_tokens": sum(result.padded_tokens for result in results),
+            "seconds": clock.seconds,
+        }
+
+    def score(
+        self, sequences: Sequence[np.ndarray], *, temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """FP32 log-probabilities of tokens 1..T-1 of every sequence under the weights held.
+
+        ValueError for a token id outside the vocabulary or a sequence beyond the token budget.
+        """
+        for ids in sequences:
+            if (
+                len(ids)
+                and not 0 <= int(ids.min()) <= int(ids.max()) < self.architecture.vocab_size
+            ):
+                raise ValueError(
+                    f"token ids {int(ids.min())}..{int(ids.max())} do not fit the vocabulary of "
+                    f"{self.architecture.vocab_size}"
+                )
+        self._progress("score", self.step)
+        scored = scored_sequences([(ids, min(1, len(ids))) for ids in sequences])
+        values = self._score(scored, temperature).logprobs.numpy()
+        ends = np.cumsum([sequence.num_scored for sequence in scored])
+        return np.split(values, ends[:-1]) if scored else []
+
+    def _load_first_weights(self) -> None:
+        source = self.job.model.actor_checkpoint
+        path = expand_path(source) if source else self.rollout_checkpoint
+        if checkpoint.is_checkpoint(path):
+            checkpoint.load_model(self.model, path)
+        else:
+            load_release_weights(self.model, path)
+        log.info("first_weights_loaded", path=str(path), parameters=self.num_parameters)
+
+    def _score(self, sequences: list[ScoredSequence], temperature: float) -> schedule.TokenRecord:
+        num_tokens = sum(sequence.num_scored for sequence in sequences)
+        micro_batches = self._pack(sequences)
+        return schedule.score(
+            self.model, micro_batches, num_tokens=num_tokens, temperature=temperature
+        )
+
+    def _pack(self, sequences: list[ScoredSequence]) -> list[MicroBatch]:
+        return pack(sequences, max_tokens=self.job.actor.max_tokens_per_gpu)
+
+    def _update(
+        self,
+        tokens: ResponseTokens,
+        old: Tensor | None,
+        batch: TrainingBatch,
+        clock: "_Clock",
+        *,
+        first: bool,
+    ) -> "_UpdateResult":
+        """Gradients of `tokens`, then one optimiser update."""
+        algorithm = self.job.algorithm
+        try:
+            micro_batches = self._pack(tokens.sequences)
+        except ValueError as err:
+            raise Rejected(f"step {batch.step}: {err}") from err
+        coefficients = token_coefficients(tokens.usable, tokens.lengths, algorithm.aggregation)
+        with clock("forward_backward"):
+            self.wrapped.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            loss, record = schedule.forward_backward(
+                self.wrapped,
+                micro_batches,
+                TokenBatch(old, tokens.sampler, tokens.advantages, coefficients),
+                temperature=batch.temperature,
+                clipping=Clipping(algorithm.clip_low, algorithm.clip_high),
+                tis_cap=algorithm.tis_cap if algorithm.tis else None,
+            )
+        with clock("optimizer"):
+            self._check_finite(loss, batch.step, first=first)
+            settings = self.job.actor.optimizer
+            learning_rate = set_learning_rate(self.optimizer, settings, batch.step)
+            _, grad_norm, _ = self.optimizer.step()
+        padded = sum(micro.token_ids.size for micro in micro_batches)
+        return _UpdateResult(
+            loss, float(grad_norm), learning_rate, record, len(micro_batches), padded
+        )
+
+    def _check_finite(self, loss: float, step: int, *, first: bool) -> None:
+        if np.isfinite(loss) and gradients_are_finite(self.wrapped):
+            return
+        what = f"loss is {loss}" if not np.isfinite(loss) else "a gradient is not finite"
+        if not first:  # earlier updates of this step have moved the weights already
+            raise RuntimeError(f"step {step}: {what} after the step's first update")
+        raise Rejected(f"step {step}: {what}; the weights are unchanged")
+
+
+@dataclass(frozen=True, slots=True)
+class _UpdateResult:
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    record: schedule.TokenRecord
+    micro_batches: int
+    padded_tokens: int
+
+
+def _token_metrics(
+    record: schedule.TokenRecord, tokens: ResponseTokens, old: Tensor | None, *, tis_cap: float
+) -> dict[str, float]:
+    """Means over the usable response tokens, and the drift between sampler and trainer."""
+    usable = tokens.usable
+    weights = record.weights[usable]
+    return {
+        **drift_metrics(record.logprobs if old is None else old, tokens.sampler, usable),
+        "entropy": float(record.entropy[usable].mean()),
+        "clip_share": float(record.clipped[usable].float().mean()),
+        "tis_weight_mean": float(weights.mean()),
+        "tis_truncated_share": float((weights >= tis_cap).float().mean()),
+        "bad_logprobs": tokens.num_unusable,
+        "bad_logprob_share": tokens.num_unusable / len(usable),
+        "response_tokens": len(usable),
+    }
+
+
+class _Clock:
+    """Seconds by phase; entering a phase is reported as progress."""
+
+    def __init__(self, progress: Progress, step: int) -> None:
+        self.seconds = {"logprobs": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
+        self._progress, self._step = progress, step
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._progress(phase, self._step)
+        began_s = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - began_s

@@ -1,0 +1,32 @@
+"""The actor's first weights: a release directory, dequantised, or a Megatron checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from services.trainer.models.deepseek_v4.weights import load_weights, release_tensors
+from shared.models.deepseek_v4.checkpoint import Release, dequantise_tensor, open_release
+from shared.quant.policy import scale_name
+
+
+def load_release_weights(model: nn.Module, path: Path) -> None:
+    """Read only what this stage holds. Raises ValueError naming tensor, expected and found."""
+    release = open_release(path)
+    wanted = [name for name, _ in release_tensors(model)]
+    missing = [name for name in wanted if name not in release.specs]
+    if missing:
+        raise ValueError(f"{path}: expected {missing[0]}, found no such tensor")
+    load_weights(model, dict(_values(release, wanted)))
+
+
+def _values(release: Release, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """FP32 values; a matrix and its scales may lie in different files."""
+    scales = [scale for name in names if (scale := _scale(name)) in release.specs]
+    held = dict(release.read(scales))
+    for name, codes in release.read(names):
+        yield name, dequantise_tensor(name, codes, scale=held.pop(_scale(name), None))
+
+
+def _scale(name: str) -> str:
+    return scale_name(name) if name.endswith(".weight") else ""

@@ -1,0 +1,131 @@
+"""What a rank can be asked to do. Payloads and answers are msgpack values; see each handler."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from services.trainer import checkpoint
+from services.trainer.engine.actor import Actor, Progress
+from services.trainer.export import export_version
+from services.trainer.megatron import parallel
+from shared.job import Job
+from shared.messages import TrainingBatch
+from shared.models.deepseek_v4.checkpoint import open_release
+from shared.quant.policy import POLICIES, Policy
+
+log = structlog.get_logger()
+
+
+class Operations:
+    """`init` comes first; the others raise ValueError before it."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._actor: Actor | None = None
+        self._job_id = ""
+        self._policy: Policy | None = None
+        self._handlers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "init": self._init,
+            "train_step": self._train_step,
+            "score": self._score,
+            "export": self._export,
+            "save": self._save,
+            "load": self._load,
+        }
+
+    def run(self, op: str, payload: dict[str, Any]) -> dict[str, Any]:
+        if op not in self._handlers:
+            raise ValueError(f"unknown operation {op!r}; known: {', '.join(self._handlers)}")
+        began_s = time.perf_counter()
+        result = self._handlers[op](payload)
+        log.debug("operation_done", op=op, seconds=round(time.perf_counter() - began_s, 4))
+        return result
+
+    @property
+    def actor(self) -> Actor:
+        if self._actor is None:
+            raise ValueError("no job yet: init comes first")
+        return self._actor
+
+    def _init(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{job_id, job} -> {step, policy_version, num_parameters}: the job's first weights."""
+        job = Job.model_validate(payload["job"])
+        torch.set_num_threads(job.actor.num_threads)
+        # Tiny softmax weights become denormals, on which a CPU is a hundred times slower.
+        torch.set_flush_denormal(True)
+        torch.manual_seed(job.seed)
+        parallel.initialise(seed=job.seed)
+        self._job_id = payload["job_id"]
+        self._actor = Actor(job, progress=self._progress)
+        self._policy = _export_policy(self._actor)
+        return {**self._state(), "num_parameters": self._actor.num_parameters}
+
+    def _train_step(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{batch: packed TrainingBatch} -> metrics, `seconds` by phase, step, policy_version."""
+        metrics = self.actor.train_step(TrainingBatch.unpack(payload["batch"]))
+        return {**metrics, **self._state()}
+
+    def _score(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{sequences: [[token ids]], temperature} -> {logprobs: [[of tokens 1..T-1]]}."""
+        sequences = [np.array(ids, np.int64) for ids in payload["sequences"]]
+        temperature = float(payload.get("temperature", 1.0))
+        logprobs = self.actor.score(sequences, temperature=temperature)
+        return {"logprobs": [row.tolist() for row in logprobs], **self._state()}
+
+    def _export(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{policy_version, path} -> {num_bytes, num_shards, num_tensors, seconds}."""
+        began_s = time.perf_counter()
+        actor = self.actor
+        self._progress("export", actor.step)
+        assert self._policy is not None
+        manifest = export_version(
+            actor.model,
+            Path(payload["path"]),
+            job_id=self._job_id,
+            policy_version=int(payload["policy_version"]),
+            policy=self._policy,
+            max_shard_bytes=actor.job.update.max_shard_bytes,
+        )
+        return {
+            "num_bytes": manifest.num_bytes,
+            "num_shards": len(manifest.shards),
+            "num_tensors": len(manifest.tensors),
+            "seconds": time.perf_counter() - began_s,
+        }
+
+    def _save(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{path} -> {step, policy_version}: one complete checkpoint directory."""
+        actor = self.actor
+        self._progress("save", actor.step)
+        checkpoint.save(
+            Path(payload["path"]),
+            model=actor.model,
+            optimizer=actor.optimizer,
+            progress=self._state(),
+        )
+        return self._state()
+
+    def _load(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{path} -> {step, policy_version} of the checkpoint."""
+        actor = self.actor
+        self._progress("load", actor.step)
+        progress = checkpoint.load(
+            Path(payload["path"]), model=actor.model, optimizer=actor.optimizer
+        )
+        actor.step, actor.policy_version = progress["step"], progress["policy_version"]
+        return self._state()
+
+    def _state(self) -> dict[str, int]:
+        return {"step": self.actor.step, "policy_version": self.actor.policy_version}
+
+
+def _export_policy(actor: Actor) -> Policy:
+    """Formats of the rollout checkpoint, whatever its config says, or FP32 where the job asks."""
+    if actor.job.rollout.weights == "float32":
+        return POLICIES["fp32"]
+    return open_release(actor.rollout_checkpoint).policy

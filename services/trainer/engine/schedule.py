@@ -1,0 +1,129 @@
+"""Runs micro-batches through Megatron's schedule and puts per-token results back in batch order.
+
+One place for scoring and training, so that both see the same rows in the same order.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from services.trainer.loss import Clipping, TokenBatch, policy_loss
+from services.trainer.models.deepseek_v4.head import TokenScores
+from services.trainer.packing import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """What a pass saw of every response token of the batch, FP32 `[R]` (`clipped` bool)."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    clipped: Tensor
+    weights: Tensor
+
+    @classmethod
+    def empty(cls, num_tokens: int) -> "TokenRecord":
+        def zeros() -> Tensor:
+            return torch.zeros(num_tokens)
+
+        return cls(zeros(), zeros(), torch.zeros(num_tokens, dtype=torch.bool), zeros())
+
+    def put(self, places: Tensor, values: "TokenRecord") -> None:
+        for name in self.__slots__:
+            getattr(self, name)[places] = getattr(values, name).cpu()
+
+
+def score(
+    model: Any, micro_batches: Sequence[MicroBatch], *, num_tokens: int, temperature: float
+) -> TokenRecord:
+    """Log-probabilities and entropies of all scored tokens, without gradients."""
+
+    def nothing_to_learn(micro: MicroBatch, scores: TokenScores) -> tuple[Tensor, TokenRecord]:
+        ones = torch.ones_like(scores.logprobs)
+        return torch.zeros(()), TokenRecord(scores.logprobs, scores.entropy, ones > 1, ones)
+
+    with torch.no_grad():
+        _, record = _run(model, micro_batches, nothing_to_learn, num_tokens, temperature, True)
+    return record
+
+
+def forward_backward(
+    model: Any,
+    micro_batches: Sequence[MicroBatch],
+    tokens: TokenBatch,
+    *,
+    temperature: float,
+    clipping: Clipping,
+    tis_cap: float | None,
+) -> tuple[float, TokenRecord]:
+    """Accumulate the gradient of the policy loss of all micro-batches; -> the loss, the record."""
+
+    def learn(micro: MicroBatch, scores: TokenScores) -> tuple[Tensor, TokenRecord]:
+        places = torch.from_numpy(micro.places)
+        device = scores.logprobs.device
+        here = TokenBatch(
+            None if tokens.old is None else tokens.old[places].to(device),
+            tokens.sampler[places].to(device),
+            tokens.advantages[places].to(device),
+            tokens.coefficients[places].to(device),
+        )
+        result = policy_loss(scores.logprobs, here, clipping=clipping, tis_cap=tis_cap)
+        logprobs = scores.logprobs.detach()
+        return result.total, TokenRecord(logprobs, scores.entropy, result.clipped, result.weights)
+
+    return _run(model, micro_batches, learn, len(tokens.sampler), temperature, False)
+
+
+_Judge = Callable[[MicroBatch, TokenScores], tuple[Tensor, TokenRecord]]
+
+
+def _run(
+    model: Any,
+    micro_batches: Sequence[MicroBatch],
+    judge: _Judge,
+    num_tokens: int,
+    temperature: float,
+    forward_only: bool,
+) -> tuple[float, TokenRecord]:
+    record = TokenRecord.empty(num_tokens)
+    if not micro_batches:
+        return 0.0, record
+
+    def step(batches: Iterator[MicroBatch], stage: Any) -> tuple[Any, Any]:
+        micro = next(batches)
+        return _forward(stage, micro, temperature), partial(_loss, judge, micro, record)
+
+    losses = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(micro_batches),
+        model=[model],
+        num_microbatches=len(micro_batches),
+        seq_length=1,  # only pipelines read these two
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return sum(losses), record
+
+
+def _forward(stage: Any, micro: MicroBatch, temperature: float) -> Any:
+    device = next(stage.parameters()).device
+    return stage(
+        torch.from_numpy(micro.token_ids).to(device),
+        positions_N=torch.from_numpy(micro.positions).to(device),
+        labels_N=torch.from_numpy(micro.labels).to(device),
+        temperature=temperature,
+    )
+
+
+def _loss(
+    judge: _Judge, micro: MicroBatch, record: TokenRecord, scores: TokenScores
+) -> tuple[Tensor, Tensor, float]:
+    total, values = judge(micro, scores)
+    record.put(torch.from_numpy(micro.places), values)
+    # Three values: the schedule then leaves the loss as it is (`calculate_per_token_loss`).
+    return total, torch.zeros((), dtype=torch.int), total.item()

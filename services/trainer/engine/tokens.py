@@ -1,0 +1,88 @@
+"""A training batch as flat arrays over its response tokens: samples in order, tokens in order.
+
+What can never become right is refused here, before the actor has been touched.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.trainer.loss import usable_logprobs
+from services.trainer.packing import ScoredSequence
+from shared.errors import Rejected
+from shared.messages import TrainingBatch, TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTokens:
+    """R response tokens of `sequences`; FP32 `[R]` unless said otherwise."""
+
+    sequences: list[ScoredSequence]
+    lengths: Tensor  # int64 [samples] response tokens of each
+    sampler: Tensor
+    usable: Tensor  # bool
+    advantages: Tensor
+
+    @property
+    def num_unusable(self) -> int:
+        return int((~self.usable).sum())
+
+    def part(self, index: int, of: int) -> tuple["ResponseTokens", Tensor]:
+        """Every `of`-th sample from `index` on, and where its tokens are in the whole."""
+        sample = torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
+        places = torch.nonzero(sample % of == index).squeeze(-1)
+        part = ResponseTokens(
+            self.sequences[index::of],
+            self.lengths[index::of],
+            self.sampler[places],
+            self.usable[places],
+            self.advantages[places],
+        )
+        return part, places
+
+
+def response_tokens(
+    batch: TrainingBatch, *, vocab_size: int, max_bad_share: float
+) -> ResponseTokens:
+    """Raises `Rejected` for a batch without response tokens, a token id outside the vocabulary, an
+    advantage that is no number, or more than `max_bad_share` unusable sampler log-probabilities."""
+    samples = [sample for sample in batch.samples if len(sample.sampler_logprobs)]
+    if not samples:
+        raise Rejected(f"step {batch.step}: no sample has a response token")
+    _check_ids(samples, vocab_size)
+    lengths = np.array([len(sample.sampler_logprobs) for sample in samples], np.int64)
+    advantages = np.repeat([sample.advantage for sample in samples], lengths)
+    if not np.isfinite(advantages).all():
+        raise Rejected(f"step {batch.step}: an advantage is not finite")
+    sampler = torch.from_numpy(np.concatenate([sample.sampler_logprobs for sample in samples]))
+    usable = usable_logprobs(sampler)
+    share = 1.0 - usable.double().mean().item()
+    if share > max_bad_share:
+        raise Rejected(
+            f"step {batch.step}: {share:.1%} of the sampler's log-probabilities are unusable (NaN, "
+            f"infinite or positive), max_bad_logprob_share is {max_bad_share:.1%}"
+        )
+    return ResponseTokens(
+        scored_sequences([(s.token_ids, s.num_prompt_tokens) for s in samples]),
+        torch.from_numpy(lengths),
+        sampler.clamp(max=0.0),
+        usable,
+        torch.from_numpy(advantages).float(),
+    )
+
+
+def scored_sequences(items: Sequence[tuple[np.ndarray, int]]) -> list[ScoredSequence]:
+    return [ScoredSequence(np.asarray(ids, np.int64), prompt) for ids, prompt in items]
+
+
+def _check_ids(samples: list[TrainingSample], vocab_size: int) -> None:
+    for sample in samples:
+        low, high = int(sample.token_ids.min()), int(sample.token_ids.max())
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise Rejected(
+                f"{sample.rollout_id}: token id {bad} is outside the vocabulary of {vocab_size}"
+            )
