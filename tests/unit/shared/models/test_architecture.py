@@ -1,0 +1,116 @@
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.models.deepseek_v4.architecture import Architecture, yarn_range
+from tests.tiny_deepseek_v4 import ALIGNED, DEMO, FLASH, SMALL, UNSCALED
+
+
+@pytest.mark.parametrize("weight_format", ["fp8", "fp4", "bf16", "fp32"])
+@pytest.mark.parametrize("arch", [FLASH, ALIGNED, SMALL, DEMO, UNSCALED])
+def test_config_round_trip_keeps_everything(arch: Architecture, weight_format: Any) -> None:
+    arch = arch.with_format(weight_format)
+    written = json.loads(json.dumps(arch.to_config()))
+    assert Architecture.from_config(written) == arch
+    assert arch.weight_format == weight_format
+
+
+def test_load_reads_directory_or_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEMO.to_config()))
+    assert Architecture.load(tmp_path) == Architecture.load(tmp_path / "config.json") == DEMO
+
+
+def test_flash_layers_have_their_kinds() -> None:
+    kinds = [FLASH.kind(layer) for layer in range(44)]
+    assert kinds[:4] == ["window", "window", "c4", "pooled"]
+    assert kinds[42:] == ["c4", "window"]
+    assert (kinds.count("c4"), kinds.count("pooled")) == (21, 20)
+    assert [FLASH.is_hash_routed(layer) for layer in range(4)] == [True, True, True, False]
+
+
+def test_yarn_bends_pairs_15_to_25_of_flash() -> None:
+    assert FLASH.rope_scaling is not None
+    assert yarn_range(FLASH, FLASH.rope_scaling) == (15, 25)
+    plain = [160000 ** (-2 * i / 64) for i in range(32)]
+    bent = FLASH.rope_frequencies(2)
+    for i in range(32):
+        ramp = min(max((i - 15) / 10, 0), 1)
+        assert math.isclose(bent[i], plain[i] * (1 - ramp) + plain[i] / 16 * ramp, rel_tol=1e-14)
+    assert FLASH.rope_frequencies(0) == tuple(10000 ** (-2 * i / 64) for i in range(32))
+
+
+REQUIRED = sorted(
+    set(FLASH.to_config())
+    - {"architectures", "model_type", "layer_types", "compress_rates", "num_key_value_heads"}
+    - {"tie_word_embeddings", "initializer_range", "bos_token_id", "eos_token_id"}
+    - {"clamp_shared_experts", "quantization_config", "expert_dtype", "torch_dtype"}
+)
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_missing_key_is_named(key: str) -> None:
+    config = FLASH.to_config()
+    del config[key]
+    with pytest.raises(ValueError, match=f"{key!r}: expected .*, found no such key"):
+        Architecture.from_config(config)
+
+
+@pytest.mark.parametrize("key", ["factor", "original_max_position_embeddings", "beta_fast"])
+def test_missing_yarn_key_is_named(key: str) -> None:
+    config = FLASH.to_config()
+    del config["rope_scaling"][key]
+    with pytest.raises(ValueError, match=f"rope_scaling.{key}.*no such key"):
+        Architecture.from_config(config)
+
+
+WRONG = {
+    "ratio list too short": ({"compress_ratios": [0, 4]}, "compress_ratios.*44 entries.*2 entries"),
+    "ratio unknown": ({"compress_ratios": [0] * 42 + [6, 0]}, r"compress_ratios\[42\].*found 6"),
+    "ratio not a number": ({"compress_ratios": ["4"] * 44}, "compress_ratios.*list of integers"),
+    "prediction block compressed": ({"compress_ratios": [0] * 43 + [4]}, r"ratios\[43\].*0"),
+    "groups do not divide heads": ({"o_groups": 7}, "o_groups.*divisor of num_attention_heads 64"),
+    "odd rotary dims": ({"qk_rope_head_dim": 63}, "qk_rope_head_dim.*even.*63"),
+    "rotary dims fill the head": ({"qk_rope_head_dim": 512}, "below head_dim 512.*found 512"),
+    "indexer head no power of two": ({"index_head_dim": 96}, "index_head_dim.*power of two.*96"),
+    "more experts than there are": ({"num_experts_per_tok": 257}, "at most n_routed_experts 256"),
+    "hash layers beyond the model": ({"num_hash_layers": 44}, "num_hash_layers.*at most 43"),
+    "a string for a size": ({"hidden_size": "4096"}, "hidden_size.*an integer, found '4096'"),
+    "a flag for a size": ({"hidden_size": True}, "hidden_size.*an integer, found True"),
+    "zero size": ({"sliding_window": 0}, "sliding_window.*at least 1, found 0"),
+    "other router": ({"scoring_func": "softmax"}, "scoring_func.*sqrtsoftplus.*softmax"),
+    "other rope": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.type.*'yarn'.*'linear'"),
+    "other block size": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+        r"weight_block_size.*\(128, 128\).*\(64, 64\)",
+    ),
+    "FP4 rows not in groups": ({"moe_intermediate_size": 2000}, "multiple of 32 for FP4.*2000"),
+    "another model": ({"model_type": "deepseek_v3"}, "model_type.*deepseek_v4.*deepseek_v3"),
+    "a drafter instead of MTP": ({"dspark_block_size": 16}, "dspark_block_size.*no such key"),
+    "not finite": ({"rope_theta": float("inf")}, "rope_theta.*finite number, found inf"),
+    "tied head": ({"tie_word_embeddings": True}, "tie_word_embeddings.*False, found True"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_value_is_named_with_what_was_expected(case: str) -> None:
+    change, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        Architecture.from_config(FLASH.to_config() | change)
+
+
+def test_null_rope_scaling_means_no_yarn() -> None:
+    config = FLASH.to_config() | {"rope_scaling": None}
+    assert Architecture.from_config(config).rope_frequencies(2)[31] == 160000 ** (-62 / 64)
+
+
+def test_architecture_names_and_policy_do_not_import_torch() -> None:
+    code = (
+        "import sys, shared.models.deepseek_v4.names, shared.quant.policy;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
