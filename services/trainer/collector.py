@@ -127,17 +127,26 @@ class Collector:
         await self.drop(entries[: max(0, len(entries) - max_carried)], reason="surplus")
 
     async def drop(self, entries: Sequence[Group], *, reason: str, **fields: object) -> None:
-        """Drop open groups wherever they are."""
-        for entry in entries:
-            kept = self._kept.pop(entry.group_id, None)
-            event = self._events("group_dropped", group_id=entry.group_id, reason=reason, **fields)
+        """Drop those of the groups that are open, wherever they are."""
+        names = [entry.group_id for entry in entries if self._is_open(entry.group_id)]
+        held: list[bytes] = []
+        for name in names:
+            assert name not in self._taken, f"{name} is being trained"
+            kept = self._kept.pop(name, None)
+            if kept is not None:
+                held.append(kept.entry_id)
             rewards = None if kept is None else kept.rewards
-            self._books.drop_group(entry.group_id, reason=reason, event=event, rewards=rewards)
+            event = self._events("group_dropped", group_id=name, reason=reason, **fields)
+            self._books.drop_group(name, reason=reason, event=event, rewards=rewards)
             self._settled.labels(reason).inc()
-            if kept is not None and self._session is not None:
-                await self._session.ack([kept.entry_id])
         self._record.flush_journal()
-        await self._feeder.withdraw(entry.group_id for entry in entries)
+        if held and self._session is not None:
+            await self._session.ack(held)
+        await self._feeder.withdraw(names)
+
+    def _is_open(self, name: str) -> bool:
+        entry = self._books.group(name)
+        return entry is not None and entry.state == "open"
 
     async def _settle(self, session: Session, delivery: Delivery) -> None:
         self.last_arrival_s = time.monotonic()

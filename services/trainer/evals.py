@@ -1,7 +1,7 @@
 """Evaluations of pinned versions: one server is held at a version until its result is there.
 
 due ──> a server serves the version ──> hold it, ask for the evaluation ──> go on training
-                                          └── eval_finished, eval_failed or the deadline: release
+                                          └── a result, a failure or the deadline: release
 """
 
 import asyncio
@@ -16,14 +16,16 @@ from services.trainer.entries import EvalRecord
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.publisher import Publisher
 from shared import topology
+from shared.errors import Rejected
 from shared.job import Job
 from shared.messages import EvalRequested, Event
-from shared.streams import publish
+from shared.streams import publish, read_from
 from shared.tasks import wait_for_event
 from shared.telemetry import now_s
 
 log = structlog.get_logger()
 CHECK_S = 0.5
+ENDINGS = ("eval_finished", "eval_failed")
 
 
 class Evaluations:
@@ -102,15 +104,20 @@ class Evaluations:
                 pipe.hset(key, mapping={name: str(version) for name, version in holds.items()})
             await pipe.execute()
 
-    async def ask_again(self) -> None:
-        """Publish open requests once more, to a broker that may have lost them."""
-        for asked in self._open.values():
-            await self._publish(asked)
+    async def restore(self) -> None:
+        """Tell a broker that may have forgotten: holds, and requests that are nowhere in it."""
+        await self.announce()
+        if not self._open:
+            return
+        known = await self._requested() | await self._answered()
+        for asked in list(self._open.values()):
+            if asked.eval_id not in known:
+                await self._publish(asked)
 
     async def on_event(self, event: Event) -> None:
         """An evaluator's result or failure ends the hold; a second one changes nothing."""
         asked = self._open.get(str(event.fields.get("eval_id")))
-        if asked is None or event.name not in ("eval_finished", "eval_failed"):
+        if asked is None or event.name not in ENDINGS:
             return
         finished = event.name == "eval_finished"
         self._books.close_eval(asked.eval_id, state="finished" if finished else "failed")
@@ -145,6 +152,20 @@ class Evaluations:
             await asyncio.sleep(0.1)
         return None
 
+    async def _requested(self) -> set[str]:
+        """Evaluations whose request no evaluator has finished."""
+        entries = await read_from(self._redis, topology.evals(self._job_id), b"0")
+        return {EvalRequested.unpack(body).eval_id for _, body in entries}
+
+    async def _answered(self) -> set[str]:
+        """Evaluations whose result is on its way to us."""
+        found: set[str] = set()
+        stream, at = topology.events(self._job_id), self._record.stream_id
+        while entries := await read_from(self._redis, stream, at):
+            at = entries[-1][0]
+            found |= {str(_eval_id(body)) for _, body in entries}
+        return found
+
     async def _publish(self, asked: EvalRecord) -> None:
         message = EvalRequested(
             job_id=self._job_id,
@@ -172,3 +193,11 @@ class Evaluations:
         await self.announce()
         self._closed.set()
         self.on_release()
+
+
+def _eval_id(body: bytes) -> object:
+    try:
+        event = Event.unpack(body)
+    except Rejected:
+        return None
+    return event.fields.get("eval_id") if event.name in ENDINGS else None

@@ -40,19 +40,19 @@ class Feeder:
         self._progress = progress
         self._events = events
         self._stream = topology.prompts(source.job_id)
-        self._turn = asyncio.Lock()
+        self.quiet = asyncio.Lock()  # held while drawn groups are on their way to the stream
         self._entry_ids: dict[str, bytes] = {}  # of prompts that this process published
 
     async def fill(self) -> int:
         """Draw a prompt for every free slot; how many groups were opened."""
-        async with self._turn:
+        async with self.quiet:
             groups = self._draw_for_free_slots()
             await self._publish(groups)
         return len(groups)
 
     async def feed_again(self, lost: Iterable[Group]) -> None:
         """Publish open groups once more, exactly as they were drawn."""
-        async with self._turn:
+        async with self.quiet:
             groups = []
             for entry in lost:
                 group = self._source.group(entry.draw, min_policy_version=entry.min_policy_version)
@@ -91,6 +91,8 @@ class Feeder:
                     f"less sampling.max_response_tokens)"
                 )
             version = self._admission.min_policy_version(num_open + len(groups), self._progress)
+            if version > self._progress.published_version:
+                break  # nobody could sample it yet; asked again once that is published
             drawn = self._source.group(draw, min_policy_version=version)
             draws.append(self._entry(draw, version, drawn))
             if isinstance(drawn, PromptGroup):

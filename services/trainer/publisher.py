@@ -57,6 +57,13 @@ class _Server:
     updating_to: int | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
+    @property
+    def is_updating(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    def is_going_to(self, version: int) -> bool:
+        return self.is_updating and self.updating_to == version and self.version != version
+
 
 class Publisher:
     def __init__(
@@ -71,6 +78,7 @@ class Publisher:
         record: EventLog,
         events: EventMaker,
         holds: Callable[[], Mapping[str, int]],
+        canary: bool = True,
         max_parallel: int = 16,
         interval_s: float = 0.3,
     ) -> None:
@@ -84,10 +92,11 @@ class Publisher:
         self._record = record
         self._events = events
         self._holds = holds
+        self._canary = canary
         self._interval_s = interval_s
         self._servers: dict[str, _Server] = {}
         self._slots = asyncio.Semaphore(max_parallel)
-        self._canary = asyncio.Lock()
+        self._first_commit = asyncio.Lock()
         self._accepted: set[int] = set()  # versions that some server has committed
         self._announced_at_s = 0.0
         self._wake = asyncio.Event()
@@ -138,6 +147,15 @@ class Publisher:
             await wait_for_event(self._moved, min(left_s, 1.0))
         return True
 
+    async def wait_settled(self, version: int, *, grace_s: float) -> None:
+        """Give servers that are on their way to `version` a while to arrive."""
+        ends_s = time.monotonic() + grace_s
+        while any(one.is_going_to(version) for one in self._servers.values()):
+            if (left_s := ends_s - time.monotonic()) <= 0:
+                return
+            self._moved.clear()
+            await wait_for_event(self._moved, left_s)
+
     async def run(self, stop: asyncio.Event) -> None:
         """Reconcile until `stop`, then end what is in flight."""
         try:
@@ -158,8 +176,7 @@ class Publisher:
         for name, replica in mine.items():
             server = await self._known(replica)
             target = self._holds().get(name, self.current)
-            idle = server.task is None or server.task.done()
-            if target is None or server.version == target or not idle:
+            if target is None or server.version == target or server.is_updating:
                 continue
             if time.monotonic() >= server.retry_at_s and self._store.manifest(target) is not None:
                 server.updating_to = target
@@ -193,7 +210,7 @@ class Publisher:
         needed |= {
             one.updating_to
             for one in self._servers.values()
-            if one.updating_to is not None and one.task and not one.task.done()
+            if one.updating_to is not None and one.is_updating
         }
         gone = self._store.delete_all_but(needed, keep_last=self._update.keep_versions)
         if gone:
@@ -267,8 +284,8 @@ class Publisher:
 
     async def _commit(self, server: _Server, version: int) -> CommitResult:
         """Activate. As long as no server has accepted the version they try one at a time."""
-        if version not in self._accepted:
-            async with self._canary:
+        if self._canary and version not in self._accepted:
+            async with self._first_commit:
                 if version not in self._accepted:
                     result = await self._commit_now(server, version)
                     self._accepted.add(version)
@@ -305,6 +322,8 @@ class Publisher:
         backoff_s = min(FIRST_BACKOFF_S * 2**server.failures, MAX_BACKOFF_S)
         server.failures += 1
         server.retry_at_s = time.monotonic() + backoff_s
+        server.updating_to = None
+        self._moved.set()
         counter("trainer_updates_total", "Weight updates.", ("outcome",)).labels("failed").inc()
         name = server.record.name
         log.warning("update_failed", server=name, policy_version=version, error=error)
@@ -335,7 +354,7 @@ class Publisher:
         )
 
     def _describe(self, name: str, server: _Server) -> str:
-        if server.task and not server.task.done():
+        if server.is_updating:
             told = f"updating to {server.updating_to}"
         elif server.version is None:
             told = "without weights"

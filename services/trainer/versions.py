@@ -4,8 +4,9 @@ weights/v00000003/{shard-00000.bin, ..., manifest.json}   written by the ranks, 
                   probe.json                              beside it, written by the conductor
 """
 
+import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shared.weights.manifest import MANIFEST_FILE, Manifest, shard_file
@@ -28,6 +29,21 @@ class VersionStore:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         return path
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A directory for an export that is only looked at."""
+        path = self._root / "scratch"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        yield path
+        shutil.rmtree(path)
+
+    def same_weights(self, version: int, path: Path) -> bool:
+        """Whether an export in `path` holds the same bytes as `version`, tensor by tensor."""
+        published = self.manifest(version)
+        other = Manifest.model_validate_json((path / MANIFEST_FILE).read_bytes())
+        return published is not None and _checksums(published) == _checksums(other)
 
     def versions(self) -> list[int]:
         """Finished versions, oldest first."""
@@ -64,8 +80,5 @@ class VersionStore:
         return gone
 
 
-def same_weights(one: Manifest, other: Manifest) -> bool:
-    """Whether two versions hold the same bytes, tensor by tensor."""
-    return [(t.name, t.checksum) for t in one.tensors] == [
-        (t.name, t.checksum) for t in other.tensors
-    ]
+def _checksums(manifest: Manifest) -> dict[str, str]:
+    return {tensor.name: tensor.checksum for tensor in manifest.tensors}

@@ -1,0 +1,66 @@
+"""What every service must be able to find at the broker: which job is on."""
+
+from redis.asyncio import Redis
+
+from shared import topology
+from shared.job import Job
+from shared.messages import JobAnnounced
+from shared.streams import announce
+
+KEEP_CHANGES = 1000
+KEEP_ENDED_S = 3600
+
+
+async def announce_active(redis: Redis, *, job_id: str, job: Job, trainer_url: str) -> None:
+    """Make the job the current one; its keys live as long as it does."""
+    for key in _keys(job_id):
+        await redis.persist(key)
+    await _announce(redis, job_id, job, trainer_url, active=True)
+
+
+async def announce_finished(redis: Redis, *, job_id: str, job: Job, trainer_url: str) -> None:
+    """The job asks for nothing any more."""
+    await _announce(redis, job_id, job, trainer_url, active=False)
+
+
+async def let_expire(redis: Redis, job_id: str) -> None:
+    """Have the broker forget an ended job's streams after a while."""
+    for key in _keys(job_id):
+        await redis.expire(key, KEEP_ENDED_S)
+
+
+def work_streams(job_id: str) -> dict[str, tuple[str, str]]:
+    """Stage -> its stream and consumer group, in the order in which a group passes them."""
+    return {
+        "prompts": (topology.prompts(job_id), topology.SAMPLERS),
+        "rollouts": (topology.rollouts(job_id), topology.GRADERS),
+        "groups": (topology.groups(job_id), topology.TRAINERS),
+    }
+
+
+async def _announce(redis: Redis, job_id: str, job: Job, trainer_url: str, *, active: bool) -> None:
+    body = JobAnnounced(
+        job_id=job_id,
+        state="active" if active else "finished",
+        trainer_url=trainer_url,
+        job=job.model_dump(mode="json"),
+    ).pack()
+    await announce(
+        redis,
+        topology.JOB_CHANGES,
+        body,
+        current_key=topology.JOB_CURRENT,
+        keep=KEEP_CHANGES,
+    )
+
+
+def _keys(job_id: str) -> list[str]:
+    streams = [stream for stream, _ in work_streams(job_id).values()]
+    streams.append(topology.evals(job_id))
+    return [
+        *streams,
+        *(topology.dead(stream) for stream in streams),
+        topology.events(job_id),
+        topology.holds(job_id),
+        topology.weights_current(job_id),
+    ]

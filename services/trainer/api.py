@@ -1,0 +1,279 @@
+"""Jobs over HTTP: submit, look, pause, resume, cancel, follow; and scoring by the policy."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Header, HTTPException, Query, Request, Response
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.trainer.config import PROJECT_ROOT, TrainerConfig
+from services.trainer.events import EVENTS_FILE
+from services.trainer.jobs.runner import JobRunner
+from services.trainer.jobs.status import job_status
+from services.trainer.jobs.store import ENDED, JobStore, KeyReused, StoredJob, WrongState
+from services.trainer.jobs.submission import (
+    Problem,
+    Refused,
+    allowed_roots,
+    check_files,
+    read_document,
+)
+from services.trainer.report.events import overview
+from services.trainer.sse import event_stream
+from shared.registry import Replica, live_replicas
+
+MAX_DOCUMENT_BYTES = 2**20
+MAX_SCORE_BYTES = 64 * 2**20
+MAX_SCORE_SEQUENCES = 1024
+REPORT_FILE = "report.html"
+SUMMARY_FILE = "summary.json"
+NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "there is no such job"}}
+CONFLICT: dict[int | str, dict[str, Any]] = {
+    **NOT_FOUND,
+    409: {"description": "the job's state does not allow it"},
+}
+
+router = APIRouter(prefix="/v1", tags=["jobs"])
+
+
+class Submitted(BaseModel):
+    job_id: str
+    warnings: list[str]
+
+
+class JobStatus(BaseModel):
+    """Example state: 'running'; `counts` are groups by state and by reason."""
+
+    job_id: str
+    name: str
+    state: str
+    step: int
+    steps: int
+    policy_version: int
+    created_at_s: float
+    error: str | None
+    warnings: list[str]
+    counts: dict[str, int]
+    last: dict[str, float]
+
+
+class JobList(BaseModel):
+    jobs: list[JobStatus]
+
+
+class ServerList(BaseModel):
+    servers: list[dict[str, Any]]
+
+
+class ScoreRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    sequences: list[list[int]] = Field(max_length=MAX_SCORE_SEQUENCES)
+    temperature: float = Field(1.0, gt=0)
+    policy_version: int | None = None
+    timeout_s: float = Field(120.0, gt=0, le=3600)
+
+
+class Scores(BaseModel):
+    policy_version: int
+    logprobs: list[list[float]]
+
+
+class _State:
+    """What handlers need, from the app's state."""
+
+    def __init__(self, request: Request) -> None:
+        state = request.app.state
+        self.store: JobStore = state.store
+        self.runner: JobRunner = state.runner
+        self.config: TrainerConfig = state.config
+        self.redis: Any = state.redis
+
+    def job(self, job_id: str) -> StoredJob:
+        try:
+            return self.store.get(job_id)
+        except LookupError as err:
+            raise HTTPException(404, str(err)) from err
+
+    def status(self, job: StoredJob) -> JobStatus:
+        return JobStatus.model_validate(job_status(job, self.runner.run_dir(job.job_id)))
+
+
+State = Annotated[_State, Depends()]
+IdempotencyKey = Annotated[str | None, Header(max_length=200)]
+
+
+def at_most(max_bytes: int) -> Any:
+    """Refuse a request whose body says that it is larger."""
+
+    def check(request: Request) -> None:
+        length = request.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > max_bytes:
+            raise HTTPException(413, f"{length} bytes exceed {max_bytes}")
+
+    return Depends(check)
+
+
+@router.post(
+    "/jobs",
+    status_code=201,
+    dependencies=[at_most(MAX_DOCUMENT_BYTES)],
+    responses={
+        200: {"model": Submitted, "description": "the same key submitted it before"},
+        409: {"description": "the idempotency key belongs to another document"},
+        422: {"description": "`detail` lists key, value, message and what is allowed"},
+    },
+)
+async def submit(
+    state: State,
+    response: Response,
+    document: Annotated[dict[str, Any], Body()],
+    idempotency_key: IdempotencyKey = None,
+) -> Submitted:
+    """Queue a job. Its files are checked before the answer."""
+    roots = allowed_roots(PROJECT_ROOT, state.config.data_roots)
+    try:
+        job = await asyncio.to_thread(check_files, read_document(document), roots)
+        stored, is_new = state.store.add(job, idempotency_key=idempotency_key)
+    except KeyReused as err:
+        raise HTTPException(409, str(err)) from err
+    response.status_code = 201 if is_new else 200
+    state.runner.look()
+    return Submitted(job_id=stored.job_id, warnings=stored.job.warnings)
+
+
+@router.get("/jobs")
+async def list_jobs(state: State) -> JobList:
+    """Every job, newest last."""
+    return JobList(jobs=[state.status(job) for job in state.store.all()])
+
+
+@router.get("/jobs/{job_id}", responses=NOT_FOUND)
+async def show_job(state: State, job_id: str) -> JobStatus:
+    return state.status(state.job(job_id))
+
+
+@router.post("/jobs/{job_id}/cancel", responses=CONFLICT)
+async def cancel(state: State, job_id: str) -> JobStatus:
+    return _asked(state, job_id, "cancel")
+
+
+@router.post("/jobs/{job_id}/pause", responses=CONFLICT)
+async def pause(state: State, job_id: str) -> JobStatus:
+    """The step in progress is finished first."""
+    return _asked(state, job_id, "pause")
+
+
+@router.post("/jobs/{job_id}/resume", responses=CONFLICT)
+async def resume(state: State, job_id: str) -> JobStatus:
+    return _asked(state, job_id, "resume")
+
+
+@router.get("/jobs/{job_id}/events", responses=NOT_FOUND)
+async def follow(
+    state: State,
+    request: Request,
+    job_id: str,
+    after: Annotated[int, Query(ge=0)] = 0,
+    last_event_id: Annotated[int | None, Header(ge=0)] = None,
+) -> StreamingResponse:
+    """Server-sent events: the lines of the run's events.jsonl from line `after` on, then new ones.
+
+    `id` is the line's number; a reconnecting browser names the last one it has.
+    """
+    state.job(job_id)
+
+    def ended() -> str | None:
+        now = state.store.get(job_id).state
+        return now if now in ENDED else None
+
+    def leaving() -> bool:
+        return bool(getattr(request.app.state, "draining", False))
+
+    path = state.runner.run_dir(job_id) / EVENTS_FILE
+    begin = after if last_event_id is None else last_event_id
+    lines: AsyncIterator[str] = event_stream(path, after=begin, ended=ended, leaving=leaving)
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+
+
+@router.get("/jobs/{job_id}/metrics", responses=NOT_FOUND)
+async def metrics(state: State, job_id: str) -> dict[str, Any]:
+    """The events that are not of single groups, and counts of all of them."""
+    state.job(job_id)
+    return await asyncio.to_thread(overview, state.runner.run_dir(job_id) / EVENTS_FILE)
+
+
+@router.get("/jobs/{job_id}/report", responses=NOT_FOUND, response_class=FileResponse)
+async def report(state: State, job_id: str) -> FileResponse:
+    return _file(state, job_id, REPORT_FILE, "text/html")
+
+
+@router.get("/jobs/{job_id}/summary", responses=NOT_FOUND, response_class=FileResponse)
+async def summary(state: State, job_id: str) -> FileResponse:
+    return _file(state, job_id, SUMMARY_FILE, "application/json")
+
+
+@router.get("/servers")
+async def servers(state: State) -> ServerList:
+    """Live replicas of all services."""
+    found: list[Replica] = []
+    for service in ("trainer", "rollout", "reward", "evaluator"):
+        found += await live_replicas(state.redis, service)
+    return ServerList(servers=[replica.model_dump() for replica in found])
+
+
+@router.post(
+    "/score",
+    dependencies=[at_most(MAX_SCORE_BYTES)],
+    responses={
+        409: {"description": "no job is active, or it holds another version"},
+        504: {"description": "the ranks were busy for all of `timeout_s`"},
+    },
+)
+async def score(state: State, asked: ScoreRequest) -> Scores:
+    """Log-probabilities of tokens 1..T-1 of each sequence under the trained policy as it is now."""
+    conductor = state.runner.active
+    if conductor is None:
+        raise HTTPException(409, "no job is active")
+    try:
+        async with asyncio.timeout(asked.timeout_s):
+            version, logprobs = await conductor.score(
+                asked.sequences, temperature=asked.temperature, policy_version=asked.policy_version
+            )
+    except LookupError as err:
+        raise HTTPException(409, str(err)) from err
+    except ValueError as err:
+        raise HTTPException(422, [Problem("sequences", None, str(err)).document()]) from err
+    except TimeoutError as err:
+        raise HTTPException(504, f"the ranks were busy for {asked.timeout_s:g} s") from err
+    return Scores(policy_version=version, logprobs=logprobs)
+
+
+def _asked(state: _State, job_id: str, what: str) -> JobStatus:
+    state.job(job_id)
+    try:
+        if what == "resume":
+            job = state.store.resume(job_id)
+        else:
+            job = state.store.ask(job_id, "pause" if what == "pause" else "cancel")
+    except WrongState as err:
+        raise HTTPException(409, str(err)) from err
+    state.runner.look()
+    return state.status(job)
+
+
+def _file(state: _State, job_id: str, name: str, media_type: str) -> FileResponse:
+    state.job(job_id)
+    path = state.runner.run_dir(job_id) / name
+    if not path.is_file():
+        raise HTTPException(404, f"{name} of {job_id} is written when the job ends")
+    return FileResponse(path, media_type=media_type)
+
+
+async def answer_refused(_: Request, err: Exception) -> JSONResponse:
+    """422 with one entry per problem."""
+    assert isinstance(err, Refused)
+    return JSONResponse({"detail": [one.document() for one in err.problems]}, status_code=422)

@@ -1,0 +1,85 @@
+"""The trainer's process: HTTP, the job queue, and its entry in the registry. No tensor is here."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from services.trainer import api, weight_routes
+from services.trainer.config import TrainerConfig
+from services.trainer.dashboard.routes import router as dashboard
+from services.trainer.jobs.runner import BeginRanks, JobRunner
+from services.trainer.jobs.store import JobStore
+from services.trainer.jobs.submission import Problem, Refused
+from shared.http import HttpClient
+from shared.redis import broker_trouble, create_redis
+from shared.registry import Replica, keep_registered
+from shared.service import Worker, health_router
+
+
+def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) -> FastAPI:
+    """`begin_ranks` takes the place of torchrun in tests."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state = app.state
+        state.config = config
+        state.redis = create_redis(config.redis_url, process=f"trainer-{config.name}")
+        state.store = JobStore(config.runs_dir.resolve())
+        async with HttpClient() as http:
+            state.runner = JobRunner(
+                state.redis, store=state.store, config=config, http=http, begin_ranks=begin_ranks
+            )
+            yield
+        state.store.close()
+        await state.redis.aclose()
+
+    app = FastAPI(title="Tandem trainer", lifespan=lifespan)
+    app.include_router(api.router)
+    app.include_router(weight_routes.router)
+    app.include_router(dashboard)
+    app.include_router(health_router(lambda: broker_trouble(app.state.redis)))
+    app.add_exception_handler(Refused, api.answer_refused)
+    app.add_exception_handler(RequestValidationError, _answer_malformed)
+    return app
+
+
+def workers(app: FastAPI, config: TrainerConfig) -> list[Worker]:
+    """The loops beside HTTP; they begin once the lifespan is up."""
+
+    async def run_jobs(stop: asyncio.Event) -> None:
+        await app.state.runner.run(stop)
+
+    async def stay_registered(stop: asyncio.Event) -> None:
+        def describe() -> Replica:
+            active = app.state.runner.active
+            return Replica(
+                service="trainer",
+                name=config.name,
+                url=config.url,
+                pid=os.getpid(),
+                job_id=active.parts.job_id if active else None,
+                state="serving" if active else "idle",
+                policy_version=active.parts.publisher.current if active else None,
+            )
+
+        await keep_registered(app.state.redis, describe, stop)
+
+    return [run_jobs, stay_registered]
+
+
+async def _answer_malformed(_: Request, err: Exception) -> JSONResponse:
+    """The same form as for a refused job."""
+    assert isinstance(err, RequestValidationError)
+    problems: list[dict[str, Any]] = [
+        Problem(
+            ".".join(str(part) for part in error["loc"][1:]) or "the body", None, error["msg"]
+        ).document()
+        for error in err.errors()
+    ]
+    return JSONResponse({"detail": problems}, status_code=422)

@@ -1,0 +1,120 @@
+"""What one job is run with, each part given what it needs of the others."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+
+from services.trainer.admission import Admission, Progress
+from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.collector import Collector
+from services.trainer.config import ConductorConfig
+from services.trainer.evals import Evaluations
+from services.trainer.events import EventLog, EventMaker, event_maker
+from services.trainer.exports import Exporter
+from services.trainer.feeder import Feeder
+from services.trainer.keeper import RankKeeper, StartRanks
+from services.trainer.prompts import PromptSource
+from services.trainer.publisher import Publisher
+from services.trainer.versions import VersionStore
+from services.trainer.watch import Watch
+from shared.http import HttpClient
+from shared.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    job_id: str
+    job: Job
+    trainer_url: str
+    config: ConductorConfig
+    redis: Redis
+    books: Books
+    record: EventLog
+    events: EventMaker
+    store: VersionStore
+    admission: Admission
+    progress: Progress
+    keeper: RankKeeper
+    exporter: Exporter
+    evals: Evaluations
+    publisher: Publisher
+    feeder: Feeder
+    collector: Collector
+    watch: Watch
+
+
+def assemble(
+    redis: Redis,
+    *,
+    source: PromptSource,
+    run_dir: Path,
+    start_ranks: StartRanks,
+    http: HttpClient,
+    trainer_url: str,
+    replica: str,
+    config: ConductorConfig,
+) -> Parts:
+    """Open the run's files and connect the parts; nothing runs yet."""
+    job_id, job = source.job_id, source.job
+    admission, progress = Admission.of(job), Progress(job.steps)
+    books = Books(run_dir / BOOKS_FILE)
+    own: dict[str, Any] = {
+        "books": books,
+        "record": EventLog(run_dir, books),
+        "events": event_maker(job_id, replica),
+    }
+    told = {"record": own["record"], "events": own["events"]}
+    store = VersionStore(run_dir)
+    keeper = RankKeeper(
+        start_ranks, run_dir=run_dir, keep_checkpoints=job.checkpoint.keep_last, **own
+    )
+    evals = Evaluations(redis, job_id=job_id, job=job, **own)
+    publisher = Publisher(
+        redis,
+        job_id=job_id,
+        trainer_url=trainer_url,
+        store=store,
+        update=job.update,
+        http=http,
+        holds=evals.holds,
+        canary=config.canary,
+        **told,
+    )
+    evals.on_release = publisher.reconsider
+    flow: dict[str, Any] = {"source": source, "admission": admission, "progress": progress}
+    feeder = Feeder(redis, books=books, events=own["events"], **flow)
+    collector = Collector(redis, feeder=feeder, name=replica, **flow, **own)
+    watch = Watch(
+        redis,
+        job_id=job_id,
+        books=books,
+        feeder=feeder,
+        collector=collector,
+        quiet_s=config.quiet_s,
+    )
+    exporter = Exporter(
+        keeper,
+        store,
+        update=job.update,
+        probe_token_ids=source.probe_sequences(job.update.probe_sequences),
+    )
+    return Parts(
+        job_id=job_id,
+        job=job,
+        trainer_url=trainer_url,
+        config=config,
+        redis=redis,
+        store=store,
+        admission=admission,
+        progress=progress,
+        keeper=keeper,
+        exporter=exporter,
+        evals=evals,
+        publisher=publisher,
+        feeder=feeder,
+        collector=collector,
+        watch=watch,
+        **own,
+    )

@@ -1,0 +1,47 @@
+"""Runs loops beside a block: they end with it, and the death of one ends the block."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from shared.tasks import drain
+
+Worker = Callable[[asyncio.Event], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def running_beside(workers: Sequence[Worker], *, goodbye_s: float) -> AsyncIterator[None]:
+    """Raises in the block, at its next wait, what a worker raised.
+
+    At the block's end the workers get their stop event and `goodbye_s` to return.
+    """
+    stop = asyncio.Event()
+    main = asyncio.current_task()
+    assert main is not None
+    failures: list[BaseException] = []
+
+    async def keep(worker: Worker) -> None:
+        try:
+            await worker(stop)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as err:
+            failures.append(err)
+            if not stop.is_set():
+                main.cancel()
+            raise
+
+    tasks = {
+        asyncio.create_task(keep(worker), name=getattr(worker, "__qualname__", repr(worker)))
+        for worker in workers
+    }
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not failures:
+            raise
+        main.uncancel()
+        raise failures[0] from None
+    finally:
+        stop.set()
+        await drain(set(tasks), goodbye_s)

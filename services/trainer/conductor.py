@@ -1,0 +1,342 @@
+"""One job from its announcement to its end: what happens when, and nothing else.
+
+    restore ─> publish ─> [ feed ─> collect ─> commit ─> train ─> publish ─> evaluate, save ] ─> end
+                 ^            beside it: events, servers, evaluations, lost work             │
+                 └──────────────────────────── a restart begins here ────────────────────────┘
+
+A batch is durable before it is trained, and its messages are acked after. So a process that dies at
+any line leaves books from which the next one goes on.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import structlog
+
+from services.trainer.announcements import announce_active, announce_finished, let_expire
+from services.trainer.assembly import Parts
+from services.trainer.batches import KeptGroup, batch_facts, build_batch
+from services.trainer.beside import running_beside
+from services.trainer.collector import StepStarved
+from services.trainer.events import follow_events
+from services.trainer.keeper import StepRefused
+from services.trainer.stopwatch import Stopwatch
+from shared.errors import DeadlineExceeded, TandemError
+from shared.registry import live_replicas
+from shared.tasks import end
+from shared.telemetry import gauge, histogram
+
+log = structlog.get_logger()
+VERSION_NOTE = "policy_version"  # of the books: set where a replay made other weights
+EndState = Literal["finished", "failed", "cancelled", "paused"]
+
+
+class JobPaused(TandemError):
+    """The job stops here and can be resumed; the text says why."""
+
+
+class Conductor:
+    """Runs one job. `on_point` is told each point where a crash would be interesting."""
+
+    def __init__(self, parts: Parts, *, on_point: Callable[[str], None] = lambda _: None) -> None:
+        self.parts = parts
+        self.pause_asked = asyncio.Event()
+        self._on_point = on_point
+        self._ranks_version = 0  # what the ranks hold
+        self._eval_request: asyncio.Task[bool] | None = None
+
+    async def run(self) -> None:
+        """Train to the end; cancel it to stop at once. Raises `JobPaused`, or what went wrong."""
+        p = self.parts
+        document = p.job.model_dump(mode="json")
+        p.record.note(p.events("job_started", job=document, step=p.books.last_step()))
+        await self._announce()
+        await self._restore()
+        workers = (self._follow, p.collector.run, p.publisher.run, p.evals.run, self._watch)
+        async with running_beside(workers, goodbye_s=p.config.goodbye_s):
+            await self._start_publishing()
+            await p.watch.audit()
+            while p.progress.steps_left:
+                self._obey_pause()
+                await self._step()
+            await self._finish()
+
+    async def close(self, ended: EndState | None, *, error: str | None = None) -> None:
+        """Stop what runs. `ended` is the job's last state; None leaves it active for a restart."""
+        p = self.parts
+        if self._eval_request is not None:
+            await end(self._eval_request)
+        if ended == "paused":
+            await self._save_for_later()
+        await p.keeper.stop()
+        if ended is not None:
+            seconds = time.time() - self._first_start_s()
+            p.record.note(p.events("job_finished", state=ended, error=error, seconds=seconds))
+            await announce_finished(p.redis, job_id=p.job_id, job=p.job, trainer_url=p.trainer_url)
+            if ended != "paused":
+                await let_expire(p.redis, p.job_id)
+        p.record.close()
+        p.books.close()
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], *, temperature: float, policy_version: int | None
+    ) -> tuple[int, list[list[float]]]:
+        """The version that the ranks hold, and log-probabilities [T - 1] of each sequence under it.
+
+        Raises LookupError when `policy_version` is another.
+        """
+        held = -1
+
+        def check() -> None:
+            nonlocal held
+            held = self._ranks_version
+            if policy_version not in (None, held):
+                raise LookupError(f"version {held} is held, not {policy_version}")
+
+        keeper = self.parts.keeper
+        logprobs = await keeper.score(sequences, temperature=temperature, check=check)
+        return held, logprobs
+
+    # One step
+
+    async def _step(self) -> None:
+        p = self.parts
+        watch = Stopwatch()
+        await p.feeder.fill()
+        with watch.part("wait"):
+            groups = await self._collect()
+        with watch.part("pack"):
+            step = await self._commit(groups)
+        await p.collector.drop_surplus(max_carried=p.admission.max_carried())
+        await p.feeder.fill()
+        result = await self._train(step)
+        self._on_point("trained")
+        await p.collector.finish(groups)
+        self._on_point("acked")
+        with watch.part("export"):
+            await p.exporter.export(p.progress.policy_version)
+        self._on_point("exported")
+        with watch.part("publish"):
+            await self._publish()
+        self._on_point("published")
+        with watch.part("checkpoint"):
+            await self._save_if_due()
+        self._on_point("saved")
+        self._note_step(step, result, watch)
+        self._on_point("noted")
+        self._check_bounds(result)
+
+    async def _collect(self) -> list[KeptGroup]:
+        """A step's worth of groups, unless a pause is asked for first."""
+        deadline_s = self.parts.job.bounds.step_deadline_s
+        taking = asyncio.create_task(self.parts.collector.take(deadline_s=deadline_s))
+        pausing = asyncio.create_task(self.pause_asked.wait())
+        try:
+            await asyncio.wait({taking, pausing}, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                self._obey_pause()
+            return taking.result()
+        except DeadlineExceeded as err:
+            where = await self._whereabouts()
+            raise JobPaused(f"{err} (bounds.step_deadline_s). {where}") from err
+        except StepStarved as err:
+            raise JobPaused(str(err)) from err
+        finally:
+            await end(pausing)
+            await end(taking)
+
+    async def _commit(self, groups: Sequence[KeptGroup]) -> int:
+        """Make the batch durable; from here on its groups count as trained."""
+        p = self.parts
+        step = p.progress.step + 1
+        trained = p.progress.policy_version
+        batch = build_batch(groups, job=p.job, job_id=p.job_id, step=step, policy_version=trained)
+        dropped = p.books.dropped_during(step)
+        facts = batch_facts(
+            batch, groups, reward_sum=dropped.reward_sum, num_rewards=dropped.num_rewards
+        )
+        self._on_point("packed")
+        await asyncio.to_thread(
+            p.books.commit_batch,
+            step,
+            body=batch.pack(),
+            group_ids=batch.group_ids,
+            policy_version=trained + 1,
+            batch_facts=facts,
+        )
+        p.progress.step = step
+        p.progress.policy_version = trained + 1
+        self._on_point("committed")
+        return step
+
+    async def _train(self, step: int) -> dict[str, Any]:
+        try:
+            result = await self.parts.keeper.train(step)
+        except StepRefused as err:
+            self._undo(err)
+            raise JobPaused(str(err)) from err
+        self._ranks_version = self.parts.progress.policy_version
+        return result
+
+    def _undo(self, refused: StepRefused) -> None:
+        """The ranks are where they were before the step; so are the books, but for its groups."""
+        p = self.parts
+        dropped = [
+            p.events("group_dropped", group_id=group.group_id, reason="refused")
+            for group in p.books.groups_of_step(refused.step)
+        ]
+        p.books.refuse_step(refused.step, reason="refused", events=dropped)
+        p.record.flush_journal()
+        self._read_progress()
+
+    async def _publish(self) -> None:
+        """Offer the version; strictly on-policy jobs also wait until it is served."""
+        p = self.parts
+        version = p.progress.policy_version
+        if self._eval_request is not None:  # a version to be evaluated is pinned before the next
+            await self._eval_request
+            self._eval_request = None
+        await p.publisher.publish(version)
+        if p.admission.max_lag == 0:
+            deadline_s = p.job.update.deadline_s
+            if await p.publisher.wait_served(version, deadline_s=deadline_s):
+                grace_s = p.config.settle_grace_s
+                await p.publisher.wait_settled(version, grace_s=grace_s)
+        if p.evals.due(p.progress.step, version):
+            asking = p.evals.request(p.progress.step, version, p.publisher)
+            self._eval_request = asyncio.create_task(asking, name=f"eval of {version}")
+        p.progress.published_version = version
+        await p.feeder.fill()
+
+    async def _save_if_due(self) -> None:
+        p = self.parts
+        if p.progress.step % p.job.checkpoint.every_steps == 0 or not p.progress.steps_left:
+            await p.keeper.save(p.progress.step)
+
+    def _note_step(self, step: int, result: dict[str, Any], watch: Stopwatch) -> None:
+        p = self.parts
+        made = p.books.steps(step)[0]
+        seconds = watch.total_s
+        fields = made.batch_facts | result
+        fields |= {
+            "step": step,
+            "policy_version": made.policy_version,
+            "seconds": watch.parts | result.get("seconds", {}),
+            "step_seconds": seconds,
+            "tokens_per_s": made.batch_facts["tokens"] / seconds,
+        }
+        p.books.finish_step(step, result=fields, event=p.events("step", **fields))
+        p.record.flush_journal()
+        histogram("trainer_step_seconds", "Duration of a step.").observe(seconds)
+        gauge("trainer_step", "Steps taken.").set(step)
+        log.info(
+            "step_finished",
+            step=step,
+            reward=fields["reward_raw"],
+            delta_logprob=result.get("delta_logprob_mean"),
+            seconds=round(seconds, 3),
+        )
+
+    def _check_bounds(self, result: dict[str, Any]) -> None:
+        bound = self.parts.job.bounds.max_mean_abs_delta_logprob
+        drift = result.get("delta_logprob_mean")
+        if drift is not None and not drift <= bound:
+            raise JobPaused(
+                f"step {self.parts.progress.step}: mean |delta log p| between sampler and trainer "
+                f"is {drift:.4g}, above bounds.max_mean_abs_delta_logprob = {bound:g}"
+            )
+
+    def _obey_pause(self) -> None:
+        if self.pause_asked.is_set():
+            raise JobPaused("paused on request")
+
+    # Beginning and end
+
+    async def _restore(self) -> None:
+        """Bring ranks and books to the same step."""
+        p = self.parts
+        self._read_progress()
+        try:
+            await p.keeper.restore()
+        except StepRefused as err:
+            self._undo(err)
+            raise JobPaused(str(err)) from err
+        self._ranks_version = p.progress.policy_version
+        for made in p.books.steps(p.progress.step):
+            if made.result is None:  # the batch was durable, its result was not
+                watch = Stopwatch()
+                self._note_step(made.step, await p.keeper.train(made.step), watch)
+
+    def _read_progress(self) -> None:
+        p = self.parts
+        p.progress.step = p.books.last_step()
+        steps = p.books.steps(p.progress.step)
+        made = steps[-1].policy_version if steps else 0
+        p.progress.policy_version = max(made, int(p.books.read_note(VERSION_NOTE) or 0))
+
+    async def _start_publishing(self) -> None:
+        """Offer the restored weights: under their version only if they are still the same bytes."""
+        p = self.parts
+        version = p.progress.policy_version
+        if not await p.exporter.make_sure(version):
+            version += 1
+            log.warning("replay_made_other_weights", policy_version=version)
+            p.books.keep_note(VERSION_NOTE, str(version))
+            p.progress.policy_version = self._ranks_version = version
+            await p.exporter.export(version)
+        await p.evals.restore()
+        await self._publish()
+
+    async def _finish(self) -> None:
+        """Nothing is asked any more; evaluations may still be under way."""
+        p = self.parts
+        await p.collector.drop(p.books.open_groups(), reason="surplus")
+        if self._eval_request is not None:
+            await self._eval_request
+            self._eval_request = None
+        await p.evals.wait_all()
+
+    async def _save_for_later(self) -> None:
+        """Spare a resumed job the replay; the redo log has everything, so this may fail."""
+        try:
+            await self.parts.keeper.save_if_newer(self.parts.progress.step)
+        except TandemError as err:
+            log.warning("no_checkpoint_at_pause", error=str(err))
+
+    def _first_start_s(self) -> float:
+        started = (body for _, body in self.parts.books.journal(0) if body["name"] == "job_started")
+        return float(next(started, {"at_s": time.time()})["at_s"])
+
+    # Beside the steps
+
+    async def _follow(self, stop: asyncio.Event) -> None:
+        p = self.parts
+        await follow_events(p.redis, p.job_id, p.record, p.evals.on_event, stop)
+
+    async def _watch(self, stop: asyncio.Event) -> None:
+        await self.parts.watch.run(stop, announce_again=self._announce_again)
+
+    async def _announce(self) -> None:
+        p = self.parts
+        await announce_active(p.redis, job_id=p.job_id, job=p.job, trainer_url=p.trainer_url)
+
+    async def _announce_again(self) -> None:
+        """Everything that a broker without memory has to be told."""
+        await self._announce()
+        await self.parts.publisher.announce()
+        await self.parts.evals.restore()
+
+    async def _whereabouts(self) -> str:
+        """Who a stuck step waits for."""
+        p = self.parts
+        backlogs = await p.watch.backlogs()
+        stages = ", ".join(f"{stage} {number}" for stage, number in backlogs.items())
+        servers = "; ".join(f"{name}: {at}" for name, at in p.publisher.describe().items())
+        services = ("rollout", "reward", "evaluator")
+        alive = {name: len(await live_replicas(p.redis, name)) for name in services}
+        return (
+            f"Unfinished messages by stage: {stages}. Rollout servers of this job: "
+            f"{servers or 'none'}. Live replicas: {alive}. Current version: {p.publisher.current}"
+        )

@@ -1,0 +1,201 @@
+"""Runs the jobs of the queue, one at a time, and brings each to a state that says what happened.
+
+next job ─> Conductor.run ─┬─ returns ──────────> finished
+                           ├─ JobPaused ────────> paused      (wish, bound, nothing to train on)
+                           ├─ wish to cancel ───> cancelled
+                           ├─ an error of ours ─> failed
+                           └─ stop, or a crash ─> stays running: the next process takes it up
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+from redis.asyncio import Redis
+
+from services.trainer.assembly import Parts, assemble
+from services.trainer.conductor import Conductor, EndState, JobPaused
+from services.trainer.config import PROJECT_ROOT, TrainerConfig
+from services.trainer.jobs.store import JobStore, StoredJob, Wish
+from services.trainer.keeper import StartRanks
+from services.trainer.prompts import PromptSource
+from services.trainer.ranks import Ranks
+from shared.errors import TandemError
+from shared.http import HttpClient
+from shared.tasks import end
+
+log = structlog.get_logger()
+JOB_FILE = "job.json"
+MAX_ATTEMPTS = 4  # times that the process may die in a row without the job making a step
+BeginRanks = Callable[[StoredJob, Path], StartRanks]
+
+
+class JobRunner:
+    """`active` is the job in progress, for whoever asks over HTTP."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        store: JobStore,
+        config: TrainerConfig,
+        http: HttpClient,
+        begin_ranks: BeginRanks | None = None,
+    ) -> None:
+        self.active: Conductor | None = None
+        self._redis = redis
+        self._store = store
+        self._config = config
+        self._http = http
+        self._begin_ranks = begin_ranks or self._torchrun
+        self._wake = asyncio.Event()
+
+    def run_dir(self, job_id: str) -> Path:
+        return self._config.runs_dir.resolve() / job_id
+
+    def look(self) -> None:
+        """The queue, or a wish for a job, has changed."""
+        self._wake.set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run jobs until `stop`; a job in progress then stays the running one."""
+        while not stop.is_set():
+            self._wake.clear()
+            if (job := self._store.next_job()) is None:
+                await _first_of(stop, self._wake)
+            else:
+                await self._run_job(job, stop)
+
+    async def _run_job(self, job: StoredJob, stop: asyncio.Event) -> None:
+        job = self._store.begin(job.job_id)
+        log.info("job_begins", job_id=job.job_id, attempt=job.attempts)
+        if job.attempts > MAX_ATTEMPTS:
+            error = f"the trainer died {MAX_ATTEMPTS} times in a row without making a step"
+            self._store.end(job.job_id, "failed", error)
+            return
+        try:
+            parts = await self._open(job)
+        except (TandemError, ValueError, OSError) as err:
+            log.warning("job_cannot_begin", job_id=job.job_id, error=str(err))
+            self._store.end(job.job_id, "failed", f"{type(err).__name__}: {err}")
+            return
+        await self._conduct(Conductor(parts), job, stop)
+
+    async def _open(self, job: StoredJob) -> Parts:
+        run_dir = self.run_dir(job.job_id)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / JOB_FILE).write_text(job.job.model_dump_json(indent=2) + "\n")
+        source = await asyncio.to_thread(PromptSource.load, job.job_id, job.job)
+        return assemble(
+            self._redis,
+            source=source,
+            run_dir=run_dir,
+            start_ranks=self._begin_ranks(job, run_dir),
+            http=self._http,
+            trainer_url=self._config.url,
+            replica=self._config.name,
+            config=self._config.conductor,
+        )
+
+    async def _conduct(self, conductor: Conductor, job: StoredJob, stop: asyncio.Event) -> None:
+        ended: EndState | None = None
+        error: str | None = None
+        self.active = conductor
+        running = asyncio.create_task(conductor.run(), name=job.job_id)
+        try:
+            wish = await self._until_over(running, conductor, job, stop)
+            if wish == "cancel":
+                ended = "cancelled"
+            elif running.done():
+                running.result()
+                ended = "finished"
+        except JobPaused as err:
+            ended, error = "paused", str(err)
+        except (TandemError, ValueError, OSError) as err:
+            log.exception("job_failed", job_id=job.job_id)
+            ended, error = "failed", f"{type(err).__name__}: {err}"
+        finally:
+            self.active = None
+            await end(running, within_s=self._config.conductor.goodbye_s)
+            await conductor.close(ended, error=error)
+        if ended is not None:
+            await self._write_report(job.job_id)
+            self._store.end(job.job_id, ended, error)
+            log.info("job_ended", job_id=job.job_id, state=ended, error=error)
+
+    async def _until_over(
+        self,
+        running: asyncio.Task[None],
+        conductor: Conductor,
+        job: StoredJob,
+        stop: asyncio.Event,
+    ) -> Wish | None:
+        """Wait for the job, a stop, or a wish; a pause is passed on, a cancel is answered."""
+        step = conductor.parts.progress.step
+        while not running.done() and not stop.is_set():
+            wish = self._store.get(job.job_id).wish
+            if wish == "cancel":
+                return "cancel"
+            if wish == "pause":
+                conductor.pause_asked.set()
+            else:
+                conductor.pause_asked.clear()
+            if conductor.parts.progress.step > step:
+                step = conductor.parts.progress.step
+                self._store.note_progress(job.job_id)
+            self._wake.clear()
+            await _first_of(stop, self._wake, running, timeout_s=1.0)
+        return None
+
+    async def _write_report(self, job_id: str) -> None:
+        """In a child: plotting must neither block nor end this process."""
+        run_dir = self.run_dir(job_id)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.trainer.report", str(run_dir)),
+            cwd=PROJECT_ROOT,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            _, complaint = await asyncio.wait_for(
+                process.communicate(), self._config.conductor.report_s
+            )
+        except TimeoutError:
+            log.warning("report_late", job_id=job_id, after_s=self._config.conductor.report_s)
+        else:
+            if process.returncode:
+                tail = complaint.decode(errors="replace")[-2000:]
+                log.error("report_failed", job_id=job_id, code=process.returncode, error=tail)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    def _torchrun(self, job: StoredJob, run_dir: Path) -> StartRanks:
+        async def start() -> Ranks:
+            return await Ranks.start(
+                job_id=job.job_id, job=job.job, run_dir=run_dir, deadlines=self._config.ranks
+            )
+
+        return start
+
+
+async def _first_of(
+    *things: asyncio.Event | asyncio.Task[None], timeout_s: float | None = None
+) -> None:
+    """Until one of the events is set or one of the tasks is done, or the time is over."""
+    waits: set[asyncio.Task[object]] = set()
+    own: list[asyncio.Task[object]] = []
+    for thing in things:
+        if isinstance(thing, asyncio.Event):
+            own.append(asyncio.create_task(thing.wait()))
+        else:
+            waits.add(thing)
+    try:
+        await asyncio.wait(waits | set(own), timeout=timeout_s, return_when="FIRST_COMPLETED")
+    finally:
+        for task in own:
+            await end(task)

@@ -1,0 +1,191 @@
+"""The queue of jobs on disk: a job is there before its submission is answered, and stays.
+
+queued ─> running ─> finished | failed | cancelled        a job that was running when the
+  ^          └─────> paused ──┐                           process died is taken up again
+  └────────── resume ─────────┴── (failed ones, too)
+"""
+
+import json
+import secrets
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+from shared.errors import TandemError
+from shared.job import Job
+from shared.telemetry import now_s
+
+STORE_FILE = "jobs.sqlite"
+JobState = Literal["queued", "running", "paused", "finished", "failed", "cancelled"]
+Wish = Literal["pause", "cancel"]
+ENDED: tuple[JobState, ...] = ("paused", "finished", "failed", "cancelled")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs(
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    job_id TEXT NOT NULL UNIQUE,
+    state TEXT NOT NULL
+        CHECK (state IN ('queued', 'running', 'paused', 'finished', 'failed', 'cancelled')),
+    document TEXT NOT NULL,
+    created_at_s REAL NOT NULL,
+    error TEXT,
+    wish TEXT CHECK (wish IN ('pause', 'cancel')),
+    attempts INTEGER NOT NULL DEFAULT 0,
+    idempotency_key TEXT UNIQUE,
+    digest TEXT NOT NULL);
+"""
+_COLUMNS = "job_id, state, document, created_at_s, error, wish, attempts"
+
+
+class WrongState(TandemError):
+    """What was asked does not fit the state that the job is in."""
+
+
+class KeyReused(TandemError):
+    """The same idempotency key came with another job document."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredJob:
+    job_id: str
+    state: JobState
+    job: Job
+    created_at_s: float
+    error: str | None
+    wish: Wish | None
+    attempts: int  # times that it was taken up since it last made a step
+
+
+class JobStore:
+    """Calls are short and synchronous; each write is on disk when it returns."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(runs_dir / STORE_FILE, isolation_level=None)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def add(self, job: Job, *, idempotency_key: str | None = None) -> tuple[StoredJob, bool]:
+        """Queue the job; the second value is False if its key had queued it before."""
+        document = job.model_dump_json()
+        digest = blake2b(document.encode(), digest_size=16).hexdigest()
+        with self._writing():
+            if idempotency_key is not None and (known := self._by_key(idempotency_key)):
+                if known[1] != digest:
+                    raise KeyReused(
+                        f"idempotency key {idempotency_key!r} belongs to {known[0]}, "
+                        "which was submitted with another document"
+                    )
+                return self.get(known[0]), False
+            job_id = self._new_id(job.name)
+            self._db.execute(
+                "INSERT INTO jobs(job_id, state, document, created_at_s, idempotency_key, digest)"
+                " VALUES (?, 'queued', ?, ?, ?, ?)",
+                (job_id, document, now_s(), idempotency_key, digest),
+            )
+        return self.get(job_id), True
+
+    def get(self, job_id: str) -> StoredJob:
+        """Raises LookupError for a job that was never submitted."""
+        found = self._select("WHERE job_id = ?", job_id)
+        if not found:
+            raise LookupError(f"there is no job {job_id}")
+        return found[0]
+
+    def all(self) -> list[StoredJob]:
+        """Every job, oldest first."""
+        return self._select("ORDER BY seq")
+
+    def next_job(self) -> StoredJob | None:
+        """The job to run: the one that was running, or else the oldest in the queue."""
+        found = self._select(
+            "WHERE state IN ('running', 'queued') ORDER BY state DESC, seq LIMIT 1"
+        )
+        return found[0] if found else None
+
+    def begin(self, job_id: str) -> StoredJob:
+        """Take a job up, once more if it was running already."""
+        self._db.execute(
+            "UPDATE jobs SET state = 'running', attempts = attempts + 1, error = NULL"
+            " WHERE job_id = ?",
+            (job_id,),
+        )
+        return self.get(job_id)
+
+    def note_progress(self, job_id: str) -> None:
+        """The job made a step: earlier deaths of the process are forgiven."""
+        self._db.execute("UPDATE jobs SET attempts = 1 WHERE job_id = ?", (job_id,))
+
+    def end(self, job_id: str, state: JobState, error: str | None = None) -> None:
+        self._db.execute(
+            "UPDATE jobs SET state = ?, error = ?, wish = NULL, attempts = 0 WHERE job_id = ?",
+            (state, error, job_id),
+        )
+
+    def ask(self, job_id: str, wish: Wish) -> StoredJob:
+        """Pause or cancel: at once for a job that waits, soon for one that runs."""
+        with self._writing():
+            now = self.get(job_id)
+            waiting = now.state == "queued" or (now.state == "paused" and wish == "cancel")
+            if waiting:
+                self.end(job_id, "paused" if wish == "pause" else "cancelled")
+            elif now.state == "running":
+                self._db.execute("UPDATE jobs SET wish = ? WHERE job_id = ?", (wish, job_id))
+            elif now.state != ("paused" if wish == "pause" else "cancelled"):
+                raise WrongState(
+                    f"{job_id} is {now.state}; only a queued or running job can {wish}"
+                )
+        return self.get(job_id)
+
+    def resume(self, job_id: str) -> StoredJob:
+        """Queue a paused or failed job again, at its old place; it goes on where it was."""
+        with self._writing():
+            now = self.get(job_id)
+            if now.state in ("paused", "failed"):
+                self._db.execute(
+                    "UPDATE jobs SET state = 'queued', error = NULL WHERE job_id = ?", (job_id,)
+                )
+            elif now.state == "running" and now.wish == "pause":
+                self._db.execute("UPDATE jobs SET wish = NULL WHERE job_id = ?", (job_id,))
+            elif now.state not in ("queued", "running"):
+                raise WrongState(f"{job_id} is {now.state}, so it cannot resume")
+        return self.get(job_id)
+
+    def _new_id(self, name: str) -> str:
+        while True:
+            job_id = f"{name}-{secrets.token_hex(2)}"
+            if not self._select("WHERE job_id = ?", job_id):
+                return job_id
+
+    def _by_key(self, key: str) -> tuple[str, str] | None:
+        row = self._db.execute(
+            "SELECT job_id, digest FROM jobs WHERE idempotency_key = ?", (key,)
+        ).fetchone()
+        return None if row is None else (str(row[0]), str(row[1]))
+
+    def _select(self, rest: str, *parameters: object) -> list[StoredJob]:
+        query = f"SELECT {_COLUMNS} FROM jobs {rest}"  # noqa: S608  `rest` is ours
+        rows = self._db.execute(query, parameters).fetchall()
+        return [
+            StoredJob(job_id, state, Job.model_validate(json.loads(document)), *others)
+            for job_id, state, document, *others in rows
+        ]
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise

@@ -1,0 +1,195 @@
+"""What a submitted document must be before it becomes a job, and what people are told otherwise.
+
+Each problem names the key, the value that was given and what is allowed. Everything that can be
+checked without a model is checked here: a wrong path must not fail at step 300.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from tokenizers import Tokenizer
+
+from services.trainer.prompts import TOKENIZER_FILE
+from shared.data import DataError, load_rows
+from shared.errors import TandemError
+from shared.job import DataSection, Job, expand_path
+
+MAX_VALUE_CHARS = 200
+DATA_ROOT_VARIABLE = "DATA_ROOT"
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong. Example: key 'sampling.top_p', value 2, allowed 'at most 1'."""
+
+    key: str
+    value: Any
+    message: str
+    allowed: Any = None
+
+    def document(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "allowed" or value}
+
+
+class Refused(TandemError):
+    """The document is no job."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("; ".join(f"{one.key}: {one.message}" for one in problems))
+        self.problems = list(problems)
+
+
+def read_document(document: object) -> Job:
+    """The job of a document; raises `Refused` with every problem of its form."""
+    try:
+        return Job.model_validate(document)
+    except ValidationError as err:
+        raise Refused([_problem(error) for error in err.errors()]) from err
+
+
+def check_files(job: Job, roots: Sequence[Path]) -> Job:
+    """The job with its paths absolute, once they and the data sets are found usable. Blocks."""
+    places = _Places(roots)
+    model = job.model
+    model = model.model_copy(
+        update={
+            "rollout_checkpoint": places.checkpoint(
+                "model.rollout_checkpoint", model.rollout_checkpoint
+            ),
+            "actor_checkpoint": places.folder("model.actor_checkpoint", model.actor_checkpoint),
+        }
+    )
+    data = places.data("data", job.data)
+    section = job.eval
+    if section is not None:
+        section = section.model_copy(update={"data": places.data("eval.data", section.data)})
+    if places.problems:
+        raise Refused(places.problems)
+    return job.model_copy(update={"model": model, "data": data, "eval": section})
+
+
+def allowed_roots(project: Path, configured: Iterable[Path]) -> list[Path]:
+    """Folders that a job may name files of."""
+    named = os.environ.get(DATA_ROOT_VARIABLE)
+    roots = [project, *configured, *([Path(named)] if named else [])]
+    return [root.expanduser().resolve() for root in roots]
+
+
+class _Places:
+    """Resolves paths and collects what is wrong with them."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = roots
+        self.problems: list[Problem] = []
+
+    def checkpoint(self, key: str, given: str) -> str:
+        path = self.folder(key, given)
+        if path is None:
+            return given
+        for name in (CONFIG_FILE, TOKENIZER_FILE):
+            if not (Path(path) / name).is_file():
+                self._refuse(key, given, f"there is no {name} in {path}")
+                return path
+        self._read(key, given, Path(path))
+        return path
+
+    def folder(self, key: str, given: str | None) -> str | None:
+        path = None if given is None else self._resolve(key, given)
+        if path is None or given is None:
+            return given
+        if not path.is_dir():
+            self._refuse(key, given, f"{path} is not a directory")
+        return str(path)
+
+    def data(self, key: str, section: DataSection) -> DataSection:
+        """Every row is read: the message names the file and the line of a bad one."""
+        if section.path is not None:
+            path = self._resolve(f"{key}.path", section.path)
+            if path is None:
+                return section
+            section = section.model_copy(update={"path": str(path)})
+        try:
+            load_rows(section)
+        except DataError as err:
+            name = "path" if section.path is not None else "dataset"
+            self._refuse(f"{key}.{name}", section.path or section.dataset, str(err))
+        return section
+
+    def _resolve(self, key: str, given: str) -> Path | None:
+        """Symbolic links are followed before the path is judged."""
+        try:
+            path = expand_path(given).resolve()
+        except ValueError as err:
+            self._refuse(key, given, str(err))
+            return None
+        if not any(path.is_relative_to(root) for root in self._roots):
+            roots = [str(root) for root in self._roots]
+            self._refuse(key, given, f"{path} is outside the data roots", allowed=roots)
+            return None
+        return path
+
+    def _read(self, key: str, given: str, checkpoint: Path) -> None:
+        try:
+            json.loads((checkpoint / CONFIG_FILE).read_text())
+            Tokenizer.from_file(str(checkpoint / TOKENIZER_FILE))
+        except (ValueError, OSError) as err:
+            self._refuse(key, given, f"{checkpoint} is no checkpoint: {err}")
+        except Exception as err:
+            if type(err) is not Exception:  # the tokenizers library raises plain Exception
+                raise
+            self._refuse(key, given, f"{checkpoint / TOKENIZER_FILE}: {err}")
+
+    def _refuse(self, key: str, value: Any, message: str, *, allowed: Any = None) -> None:
+        self.problems.append(Problem(key, value, message, allowed))
+
+
+def _problem(error: ErrorDetails) -> Problem:
+    """A pydantic error in words for people."""
+    key = ".".join(str(part) for part in error["loc"]) or "the document"
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(key, error)
+    if kind == "missing":
+        return Problem(key, None, "is required")
+    value = _shown(error["input"])
+    if kind == "value_error":
+        return Problem(key, value, str(context["error"]))
+    if kind == "literal_error":
+        return Problem(key, value, error["msg"], context["expected"])
+    bounds = [f"{name} {context[name]}" for name in ("gt", "ge", "lt", "le") if name in context]
+    return Problem(key, value, error["msg"], ", ".join(bounds) or context.get("pattern"))
+
+
+def _unknown_key(key: str, error: ErrorDetails) -> Problem:
+    fields = _fields_at(error["loc"][:-1])
+    near = difflib.get_close_matches(str(error["loc"][-1]), fields, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return Problem(key, _shown(error["input"]), f"unknown key{hint}", fields)
+
+
+def _fields_at(path: Sequence[int | str]) -> list[str]:
+    """Keys of the section at `path` of the job document."""
+    section: type[BaseModel] = Job
+    for part in path:
+        annotation = section.model_fields[str(part)].annotation
+        candidates = (annotation, *get_args(annotation))
+        section = next(
+            one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)
+        )
+    return list(section.model_fields)
+
+
+def _shown(value: Any) -> Any:
+    """The value as given, if it is short."""
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value if len(str(value)) <= MAX_VALUE_CHARS else str(value)[:MAX_VALUE_CHARS] + "…"
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "…"

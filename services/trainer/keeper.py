@@ -1,0 +1,188 @@
+"""The trained policy as the books have it: ranks that are restarted and replayed when they die.
+
+    newest checkpoint ──> + redo log ──> the state after the last durable batch
+
+Whoever asks gets an answer of ranks in that state, or an error that ends the job.
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from services.trainer.books import Books
+from services.trainer.events import EventLog, EventMaker
+from services.trainer.ranks import RankSet, RanksLost
+from shared.errors import Rejected, RemoteError, TandemError, WeightsCorrupt
+from shared.telemetry import counter
+
+log = structlog.get_logger()
+T = TypeVar("T")
+StartRanks = Callable[[], Awaitable[RankSet]]
+COMPLETE_FILE = "complete.json"
+MAX_RESTARTS_IN_A_ROW = 3
+
+
+class StepRefused(TandemError):
+    """The ranks would not train a batch; their weights are as before."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(f"step {step} was refused: {reason}")
+        self.step = step
+
+
+class RankKeeper:
+    def __init__(
+        self,
+        start_ranks: StartRanks,
+        *,
+        books: Books,
+        run_dir: Path,
+        keep_checkpoints: int,
+        record: EventLog,
+        events: EventMaker,
+    ) -> None:
+        self._start_ranks = start_ranks
+        self._books = books
+        self._checkpoints = run_dir / "checkpoints"
+        self._keep_checkpoints = keep_checkpoints
+        self._record = record
+        self._events = events
+        self._ranks: RankSet | None = None
+        self._restarts = 0
+        self._turn = asyncio.Lock()
+        self.replayed: dict[int, dict[str, Any]] = {}  # what a replay answered, by step
+
+    async def restore(self) -> None:
+        """Bring ranks up in the state after the last durable batch."""
+        async with self._turn:
+            await self._insist(lambda _: _nothing())
+
+    async def train(self, step: int) -> dict[str, Any]:
+        """Take `step`, whose batch is in the redo log; a replay may have taken it already.
+
+        Raises `StepRefused` when the ranks will not take it.
+        """
+        body = await asyncio.to_thread(self._books.redo_body, step)
+
+        async def take(ranks: RankSet) -> dict[str, Any]:
+            if step in self.replayed:
+                return self.replayed[step]
+            return await _train(ranks, step, body)
+
+        async with self._turn:
+            result = await self._insist(take)
+        self._restarts = 0
+        return result
+
+    async def export(self, policy_version: int, path: Path) -> dict[str, Any]:
+        async with self._turn:
+            return await self._insist(lambda ranks: ranks.export(policy_version, path))
+
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        temperature: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[list[float]]:
+        """Log-probabilities [T - 1] of each sequence; `check` is called when it is our turn."""
+        async with self._turn:
+            check()
+            return await self._insist(lambda ranks: ranks.score(sequences, temperature))
+
+    async def save(self, step: int) -> None:
+        """Write a checkpoint; then older ones, and batches before the oldest kept, may go."""
+        began_s = time.monotonic()
+        path = self._checkpoints / f"step{step:08d}"
+        async with self._turn:
+            await self._insist(lambda ranks: ranks.save(step, path))
+        seconds = time.monotonic() - began_s
+        self._record.note(self._events("checkpoint_saved", step=step, seconds=seconds))
+        await asyncio.to_thread(self._forget_older)
+
+    async def save_if_newer(self, step: int) -> None:
+        """Save unless ranks are down or a checkpoint has that step."""
+        newest = max((saved for saved, _ in self.complete_checkpoints()), default=0)
+        if self._ranks is not None and step > newest:
+            await self.save(step)
+
+    async def stop(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            await ranks.stop()
+
+    def complete_checkpoints(self) -> list[tuple[int, Path]]:
+        """Step and directory, oldest first; half-written ones are none."""
+        found = sorted(self._checkpoints.glob(f"step*/{COMPLETE_FILE}"))
+        return [(int(path.parent.name.removeprefix("step")), path.parent) for path in found]
+
+    async def _insist(self, ask: Callable[[RankSet], Awaitable[T]]) -> T:
+        """Ask ranks in the right state, starting new ones as often as is reasonable."""
+        while True:
+            try:
+                if self._ranks is None:
+                    await self._start_and_replay()
+                assert self._ranks is not None
+                return await ask(self._ranks)
+            except RanksLost as err:
+                await self.stop()
+                self._restarts += 1
+                counter("trainer_rank_restarts_total", "Times that the ranks were lost.").inc()
+                log.warning("ranks_lost", error=str(err), restarts_in_a_row=self._restarts)
+                if self._restarts > MAX_RESTARTS_IN_A_ROW:
+                    raise
+                self._record.note(self._events("rank_restarted", error=str(err)))
+
+    async def _start_and_replay(self) -> None:
+        for step, path in [*reversed(self.complete_checkpoints()), (0, None)]:
+            missing = self._books.redo_steps(step)  # raises before anything is started
+            self._ranks = await self._start_ranks()
+            if path is None or await self._loads(path, step):
+                await self._replay(missing)
+                return
+            await self.stop()
+
+    async def _loads(self, path: Path, step: int) -> bool:
+        assert self._ranks is not None
+        try:
+            loaded = await self._ranks.load(path)
+        except (RemoteError, WeightsCorrupt, Rejected, ValueError) as err:
+            log.warning("checkpoint_refused", path=str(path), error=str(err))
+            self._record.note(self._events("checkpoint_refused", step=step, error=str(err)))
+            return False
+        if loaded != step:
+            raise ValueError(f"{path} holds step {loaded}")
+        return True
+
+    async def _replay(self, steps: Sequence[int]) -> None:
+        assert self._ranks is not None
+        self.replayed = {}
+        for step in steps:
+            body = await asyncio.to_thread(self._books.redo_body, step)
+            self.replayed[step] = await _train(self._ranks, step, body)
+        if steps:
+            log.info("steps_replayed", first=steps[0], last=steps[-1])
+            self._record.note(self._events("replayed", steps=list(steps)))
+
+    def _forget_older(self) -> None:
+        complete = self.complete_checkpoints()
+        for _, path in complete[: -self._keep_checkpoints]:
+            (path / COMPLETE_FILE).unlink()  # first: half of it is no checkpoint
+            shutil.rmtree(path)
+        self._books.trim_redo(complete[-self._keep_checkpoints :][0][0])
+
+
+async def _train(ranks: RankSet, step: int, body: bytes) -> dict[str, Any]:
+    try:
+        return await ranks.train_step(body)
+    except Rejected as err:
+        raise StepRefused(step, str(err)) from err
+
+
+async def _nothing() -> None:
+    return None
