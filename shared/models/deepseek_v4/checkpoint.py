@@ -270,11 +270,11 @@ def _check_weights(
     state: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], arch: Architecture
 ) -> None:
     expected = {spec.weight: spec.weight_shape for spec in specs.values()}
-    for name in (*expected, *state):
-        shape = expected.get(name)
-        if shape is None:
-            raise CheckpointInvalid(f"{name}: expected no such tensor, found one to write")
-        if name not in state:
+    found = set(state)  # asking a lazy mapping whether it has a name would make the tensor
+    for name in sorted(found - expected.keys()):
+        raise CheckpointInvalid(f"{name}: expected no such tensor, found one to write")
+    for name, shape in expected.items():
+        if name not in found:
             raise CheckpointInvalid(f"{name}: expected {list(shape)}, found no such tensor")
         if weight_class(name) == "table":
             _check_table(name, state[name], arch)
