@@ -7,6 +7,7 @@ streams taken up where they broke off, until `patience_s` have passed without an
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -98,9 +99,15 @@ class TandemClient:
         await self._stream.aclose()
 
     async def submit(self, document: Mapping[str, Any]) -> Submitted:
-        """Raises `JobRefused` with every wrong key."""
+        """Raises `JobRefused` with every wrong key.
+
+        The key makes asking again safe when an answer got lost: it is one job all the same.
+        """
+        key = {"Idempotency-Key": uuid.uuid4().hex}
         try:
-            answer = await self._http.post(f"{self._url}/v1/jobs", dict(document))
+            answer = await self._http.post(
+                f"{self._url}/v1/jobs", dict(document), headers=key, idempotent=True
+            )
         except HttpFailed as err:
             if err.status == 422:
                 raise JobRefused(_problems(err.body)) from err
@@ -128,7 +135,7 @@ class TandemClient:
         return [Replica.model_validate(server) for server in answer["servers"]]
 
     async def events(self, job_id: str, *, after: int = 0) -> AsyncGenerator[NumberedEvent, None]:
-        """The job's events from line `after` + 1 on, then live, until the job has ended.
+        """The job's events from line `after` + 1 on, then live, until it has ended or is paused.
 
         Raises `DeadlineExceeded` once the trainer has been silent for `patience_s`.
         """

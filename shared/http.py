@@ -62,12 +62,13 @@ class HttpClient:
         url: str,
         json: Any = None,
         *,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         idempotent: bool = False,
     ) -> Any:
         """`idempotent` says that doing it twice is the same as once."""
         return await self.request(
-            "POST", url, json=json, timeout_s=timeout_s, idempotent=idempotent
+            "POST", url, json=json, headers=headers, timeout_s=timeout_s, idempotent=idempotent
         )
 
     async def delete(self, url: str, *, timeout_s: float | None = None) -> Any:
@@ -81,6 +82,7 @@ class HttpClient:
         json: Any = None,
         content: bytes | None = None,
         params: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         idempotent: bool = False,
     ) -> Any:
@@ -99,7 +101,7 @@ class HttpClient:
             on=may_retry, attempts=self._attempts, timeout=None, wait_initial=0.1, wait_max=2.0
         ):
             with attempt:
-                return await self._once(method, url, json, content, params, timeout_s)
+                return await self._once(method, url, json, content, params, headers, timeout_s)
         raise AssertionError("a retry context ends by returning or raising")
 
     async def _once(
@@ -109,12 +111,19 @@ class HttpClient:
         json: Any,
         content: bytes | None,
         params: Mapping[str, Any] | None,
+        headers: Mapping[str, str] | None,
         timeout_s: float | None,
     ) -> Any:
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
         try:
             answer = await self._client.request(
-                method, url, json=json, content=content, params=params, timeout=timeout
+                method,
+                url,
+                json=json,
+                content=content,
+                params=params,
+                headers=headers,
+                timeout=timeout,
             )
         except httpx.TransportError as err:
             raise HttpFailed(method, url, None, f"{type(err).__name__}: {err}") from err

@@ -27,7 +27,7 @@ from shared.local_stack import Stack, running
 from shared.tasks import end
 
 MAX_RESTARTS = 8  # of one program: it comes up each time, yet the job cannot go on like that
-REPORT_DEADLINE_S = 120.0
+REPORT_DEADLINE_S = 20.0  # it is written before the job's end is told
 PATIENCE_S = (
     120.0  # a trainer that died is back within seconds, on a loaded machine within a minute
 )

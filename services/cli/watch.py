@@ -39,8 +39,6 @@ async def watch_job(
                 line = view.apply(numbered.event)
                 if line is not None:
                     tell(line)
-                if view.state == "paused" and (await client.job(job_id)).state == "paused":
-                    break
         status = await client.job(job_id)
         view.state, view.error = status.state, status.error or view.error
     return view

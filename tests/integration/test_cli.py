@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 from typer.testing import CliRunner, Result
 
@@ -38,6 +38,7 @@ class FakeTrainer:
     events: list[Event] = field(default_factory=list)
     break_after: int | None = None
     unavailable: int = 0
+    keys: list[str | None] = field(default_factory=list)
     asked_after: list[int] = field(default_factory=list)
 
     def status(self) -> dict[str, Any]:
@@ -48,7 +49,11 @@ def fake_app(trainer: FakeTrainer) -> FastAPI:
     app = FastAPI()
 
     @app.post("/v1/jobs", status_code=201)
-    async def submit(document: dict[str, Any]) -> dict[str, Any]:
+    async def submit(request: Request, document: dict[str, Any]) -> dict[str, Any]:
+        trainer.keys.append(request.headers.get("idempotency-key"))
+        if trainer.unavailable:
+            trainer.unavailable -= 1
+            raise HTTPException(503, "starting")
         if trainer.refusal:
             raise HTTPException(422, trainer.refusal)
         trainer.submitted.append(document)
@@ -134,6 +139,13 @@ def test_submit_sends_the_job_with_its_changes(trainer: FakeTrainer, job_file: P
     assert result.stdout.strip() == JOB_ID
     assert "no eval section" in result.stderr
     assert trainer.submitted == [{"name": "demo", "steps": 2, "data": {"path": "x"}}]
+
+
+def test_a_submission_asked_again_is_the_same_one(trainer: FakeTrainer, job_file: Path) -> None:
+    trainer.unavailable = 1
+    assert call(trainer, "submit", str(job_file)).exit_code == 0
+    first, second = trainer.keys
+    assert first == second is not None
 
 
 def test_a_refused_job_names_key_value_and_what_is_allowed(

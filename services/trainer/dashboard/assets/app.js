@@ -10,11 +10,11 @@ import { Run } from "./run.js";
 import * as tables from "./tables.js";
 
 const POLL_MS = 3000, DRAW_MS = 250, RECONNECT_MS = 2000;
-const ENDED = new Set(["finished", "failed", "cancelled"]);
+const ENDED = new Set(["finished", "failed", "cancelled", "paused"]);
 const find = (id) => document.getElementById(id);
 
 let jobs = [], replicas = [];
-let shown = null; // {id, run, source, timer}
+let shown = null; // {id, run, source, timer, ended}
 let dirty = false;
 const charts = new Charts(find("charts"));
 
@@ -35,7 +35,8 @@ async function poll() {
     drawJobs();
     await chooseJob();
     dirty = true;
-    if (find("link").textContent !== "live") link(shown && !shown.source ? "idle" : "live");
+    followAgainIfResumed();
+    link(shown?.source ? (shown.source.readyState === EventSource.OPEN ? "live" : "reconnecting") : "idle");
   } catch {
     link("trainer unreachable, trying again");
   }
@@ -67,7 +68,7 @@ async function show(id) {
   shown?.source?.close();
   clearTimeout(shown?.timer);
   const run = new Run();
-  const view = (shown = { id, run, source: null, timer: null });
+  const view = (shown = { id, run, source: null, timer: null, ended: false });
   const overview = await getJson(`/v1/jobs/${encodeURIComponent(id)}/metrics`).catch(() => ({}));
   if (shown !== view) return;
   // Without `after` nobody can say where the stream goes on: read it from the start instead.
@@ -75,6 +76,12 @@ async function show(id) {
   charts.build(run);
   drawJobs();
   follow(view);
+}
+
+// A paused job's stream ends; when it is resumed there is more to come.
+function followAgainIfResumed() {
+  const state = jobs.find((known) => known.job_id === shown?.id)?.state;
+  if (shown?.ended && state && !ENDED.has(state)) { shown.ended = false; follow(shown); }
 }
 
 function follow(view) {
@@ -85,7 +92,7 @@ function follow(view) {
     view.run.add(JSON.parse(message.data), Number(message.lastEventId));
     dirty = true;
   };
-  source.addEventListener("end", () => { source.close(); view.source = null; link("ended"); dirty = true; });
+  source.addEventListener("end", () => { source.close(); view.source = null; view.ended = true; link("idle"); dirty = true; });
   source.onerror = () => {
     if (shown !== view) return;
     link("reconnecting");
