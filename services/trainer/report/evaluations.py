@@ -27,7 +27,8 @@ class Evaluation:
     outcomes: dict[str, int]
     skipped_problems: int
     seconds: float | None
-    correct: list[int]
+    correct: list[int]  # right samples by problem
+    rows: list[int]  # which rows of the suite the problems are
 
     @property
     def shares_correct(self) -> list[float]:
@@ -63,7 +64,7 @@ def finished_evaluations(run: RunEvents) -> list[Evaluation]:
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison | None:
     """None when the two did not grade the same problems."""
-    if not before.correct or len(before.correct) != len(after.correct):
+    if not before.correct or len(before.correct) != len(after.correct) or before.rows != after.rows:
         return None
     shares_before, shares_after = before.shares_correct, after.shares_correct
     change = paired_difference(shares_before, shares_after)
@@ -96,11 +97,12 @@ def _evaluation(fields: dict[str, Any]) -> Evaluation:
         num_problems=num_problems,
         samples_per_problem=int(fields["samples_per_problem"]),
         pass_at_k={str(k): float(value) for k, value in dict(fields["pass_at_k"]).items()},
-        pass_at_k_ci={str(k): (float(lo), float(hi)) for k, (lo, hi) in intervals.items()},
+        pass_at_k_ci={str(k): (float(ci[0]), float(ci[1])) for k, ci in intervals.items() if ci},
         truncated_share=fields.get("truncated_share"),
         response_tokens_mean=fields.get("response_tokens_mean"),
         outcomes={str(kind): int(num) for kind, num in dict(fields.get("outcomes") or {}).items()},
         skipped_problems=int(fields.get("skipped_problems") or 0),
         seconds=fields.get("seconds"),
         correct=[int(num) for num in fields.get("per_problem_correct") or []],
+        rows=[int(row) for row in fields.get("rows") or []],
     )

@@ -43,14 +43,16 @@ class Run:
             bad_logprobs=0,
         )  # fmt: skip
 
-    def evaluation(self, version: int, correct: list[int]) -> None:
+    def evaluation(self, version: int, correct: list[int], **other: Any) -> None:
         mean = sum(correct) / (8 * len(correct))
-        self.add(
-            "eval_finished", eval_id=f"v{version}", suite="sums", policy_version=version,
-            step=version, num_problems=len(correct), samples_per_problem=8,
-            pass_at_k={"1": mean, "8": 1.0}, pass_at_1_ci=[mean - 0.1, mean + 0.1],
-            pass_at_k_ci={"8": [0.9, 1.0]}, truncated_share=0.25, per_problem_correct=correct,
-        )  # fmt: skip
+        fields = {
+            "eval_id": f"v{version}", "suite": "sums", "policy_version": version, "step": version,
+            "num_problems": len(correct), "samples_per_problem": 8,
+            "pass_at_k": {"1": mean, "8": 1.0}, "pass_at_1_ci": [mean - 0.1, mean + 0.1],
+            "pass_at_k_ci": {"8": [0.9, 1.0]}, "truncated_share": 0.25,
+            "per_problem_correct": correct, "rows": list(range(len(correct))),
+        }  # fmt: skip
+        self.add("eval_finished", **(fields | other))
 
     def summary(self) -> Summary:
         run = read_events(self.path)
@@ -104,6 +106,17 @@ def test_different_problems_are_not_compared(run: Run) -> None:
     run.evaluation(0, [1, 2])
     run.evaluation(1, [1, 2, 3])
     assert run.summary().before_after is None
+
+
+def test_other_rows_of_the_suite_are_not_compared(run: Run) -> None:
+    run.evaluation(0, [1, 2], rows=[0, 1])
+    run.evaluation(1, [1, 2], rows=[0, 2])
+    assert run.summary().before_after is None
+
+
+def test_an_interval_that_one_problem_cannot_give_is_left_out(run: Run) -> None:
+    run.evaluation(0, [1], pass_at_1_ci=None, pass_at_k_ci={"1": None, "8": None})
+    assert run.summary().evaluations[0].pass_at_k_ci == {}
 
 
 def test_a_replayed_step_counts_once(run: Run) -> None:
