@@ -12,6 +12,7 @@ bit, as long as every count is a multiple of ROWS.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -41,12 +42,12 @@ class Sampler:
     def hidden(self, weights: Derived, cache: Cache, step: Step) -> Tensor:
         """Normed hidden states [N, D] of the step's tokens, their state appended to the cache."""
         tokens = step.token_ids
-        h_NSD = weights.embed[tokens].unsqueeze(1).repeat(1, self.arch.hc_mult, 1)
+        h_NSD = weights.embed.index_select(0, tokens).unsqueeze(1).repeat(1, self.arch.hc_mult, 1)
         self._note("embed", h_NSD)
         for layer, block in enumerate(weights.blocks):
             h_NSD = self._block(layer, block, cache.layers[layer], step, h_NSD)
-        mix_NS, _ = _mixing(h_NSD, weights.head_mix, self.arch)
-        pre_SN = torch.sigmoid(mix_NS).add_(self.arch.hc_eps)
+        gates_SN = _mixing(h_NSD, weights.head_mix, self.arch).sigmoid_()
+        pre_SN = gates_SN.add_(_constant(self.arch.hc_eps, h_NSD))
         x_ND = _rms(_weighted(pre_SN, h_NSD), weights.norm, self.arch.rms_norm_eps)
         self._note("norm", x_ND)
         return x_ND
@@ -79,7 +80,9 @@ class Sampler:
     ) -> Tensor:
         arch, route = self.arch, step.routes[self.arch.compress_ratios[layer]]
         heads, size = arch.num_attention_heads, arch.head_dim
-        turns = step.compressed_turns if arch.compress_ratios[layer] else step.turns
+        turns, turns_back = (
+            step.compressed_turns if arch.compress_ratios[layer] else step.plain_turns
+        )
         down = functional.linear(self._linear_input(x_ND), block.qkv_down)
         qr = _rms(down[:, : arch.q_lora_rank], block.q_norm, arch.rms_norm_eps)
         up = functional.linear(self._linear_input(qr), block.q_up)
@@ -100,7 +103,7 @@ class Sampler:
                 bias = self._select(index_q, index_w, turns, cache.index_keys, step, route)
         keys_RTK = _visible_keys(cache, step, route, kv_NK)
         o_NHK = _attend(q_NHK, keys_RTK, bias, block.sink, step)
-        _rotate(o_NHK, turns, inverse=True)
+        _rotate(o_NHK, turns_back)
         self._note(f"layers.{layer}.attn.core", o_NHK)
         grouped = o_NHK.view(-1, arch.o_groups, heads * size // arch.o_groups).transpose(0, 1)
         u_ND = torch.bmm(grouped, block.out_groups).transpose(0, 1).flatten(1)
@@ -111,7 +114,7 @@ class Sampler:
     ) -> None:
         """Append rows to the open blocks and write the entries of those that close."""
         columns = cache.ring.shape[-1]
-        rows = inputs[:, :columns] + compressor.ape[route.ring_phase]
+        rows = inputs[:, :columns] + compressor.ape.index_select(0, route.ring_phase)
         flat_ring = cache.ring.view(-1, columns)
         emission = route.emission
         if route.ring_from is None:  # decoding: the ring holds the whole block once written
@@ -121,7 +124,7 @@ class Sampler:
             entries = (
                 None if emission is None else self._pool(compressor, emission, flat_ring, rows)
             )
-            flat_ring.index_copy_(0, route.ring_to, rows[route.ring_from])
+            flat_ring.index_copy_(0, route.ring_to, rows.index_select(0, route.ring_from))
         if entries is not None:
             self._store(compressor, cache, emission, entries)
 
@@ -135,9 +138,9 @@ class Sampler:
         """Per channel, softmax over the block's slots of the gates, applied to the keys."""
         halves = 1 if compressor.index_norm is None else 2
         half_columns = flat_ring.shape[-1] // halves
-        picked = flat_ring.view(-1, half_columns)[emission.from_ring]
+        picked = flat_ring.view(-1, half_columns).index_select(0, emission.from_ring)
         if rows is not None:
-            fresh = rows.view(-1, half_columns)[emission.from_new]
+            fresh = rows.view(-1, half_columns).index_select(0, emission.from_new)
             picked = torch.where(emission.is_new[:, None], fresh, picked)
         picked = picked.view(emission.key_rows.shape[0], -1, 2, half_columns // 2)
         keys, gates = picked[:, :, 0], picked[:, :, 1]
@@ -178,7 +181,7 @@ class Sampler:
         q_NJI = round_indexer(q_NJI, form=self.quant.indexer)
         scale = arch.index_head_dim**-0.5 * arch.index_n_heads**-0.5
         q_RcI = _padded(q_NJI.flatten(1), step).view(len(step.slots), -1, arch.index_head_dim)
-        products = torch.bmm(q_RcI, index_keys[:, :num][step.slots].transpose(1, 2)).relu_()
+        products = torch.bmm(q_RcI, _of_slots(index_keys, step, num).transpose(1, 2)).relu_()
         products = products.view(len(step.slots), step.width, arch.index_n_heads, num)
         weights = _padded(weights_NJ, step).view(*products.shape[:3], 1)
         scores_RCE = (products * weights).sum(2).mul_(scale)
@@ -201,25 +204,28 @@ class Sampler:
         plan = _Dispatch.of(experts_Nk, arch.n_routed_experts)
         num, routed = x_ND.shape[0], plan.num_rows
         x_ND = self._linear_input(x_ND)
-        rows = torch.cat((x_ND[plan.token_of], x_ND))
+        rows = torch.cat((x_ND.index_select(0, plan.token_of), x_ND))
         inner = _by_expert(rows, block.experts_in, plan)
         hidden = self._swiglu(inner, routed)
         # The release weighs before the second matrix's input is rounded.
-        hidden[:routed].mul_(weights_Nk.reshape(-1)[plan.pair_of, None])
+        hidden[:routed].mul_(weights_Nk.view(-1).index_select(0, plan.pair_of).unsqueeze(-1))
         out = _by_expert(self._linear_input(hidden), block.experts_out, plan)
-        return out[plan.row_of].view(num, -1, out.shape[-1]).sum(1).add_(out[routed:])
+        return (
+            out.index_select(0, plan.row_of).view(num, -1, out.shape[-1]).sum(1).add_(out[routed:])
+        )
 
     def _route(self, block: Block, token_ids: Tensor, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         arch = self.arch
         scores_NX = functional.softplus(functional.linear(x_ND, block.gate)).sqrt_()
         if block.token_experts is not None:
-            experts_Nk = block.token_experts[token_ids]
+            experts_Nk = block.token_experts.index_select(0, token_ids)
         else:
             biased = scores_NX + block.gate_bias  # the bias selects, it never weighs
             experts_Nk = biased.topk(arch.num_experts_per_tok, dim=-1).indices
         chosen_Nk = scores_NX.gather(1, experts_Nk)
-        total = chosen_Nk.sum(-1, keepdim=True).add_(1e-20)
-        return chosen_Nk.div_(total).mul_(arch.routed_scaling_factor), experts_Nk
+        total = chosen_Nk.sum(-1, keepdim=True).add_(_constant(1e-20, x_ND))
+        scale = _constant(arch.routed_scaling_factor, x_ND)
+        return chosen_Nk.div_(total).mul_(scale), experts_Nk
 
     def _swiglu(self, inner: Tensor, routed: int) -> Tensor:
         """silu(gate) · up; gates are clamped from above only, both before the activation."""
@@ -248,41 +254,52 @@ class Sampler:
 # -------------------------------------------------------------------- hyper-connections
 
 
-def _mixing(h_NSD: Tensor, mix: Mix, arch: Architecture) -> tuple[Tensor, Tensor]:
-    """[M, N]: fn · v · rsqrt(mean(v²) + eps), scaled and shifted; and v = flatten(h)."""
+def _mixing(h_NSD: Tensor, mix: Mix, arch: Architecture) -> Tensor:
+    """[M, N]: fn · v · rsqrt(mean(v²) + eps) for v = flatten(h), then scaled and shifted."""
     v = h_NSD.flatten(1)
-    norm_N = v.square().mean(-1).add_(arch.rms_norm_eps).rsqrt_()
-    m_MN = torch.mm(mix.fn, v.t()).mul_(norm_N)
-    return torch.addcmul(mix.base, m_MN, mix.scale), v
+    m_MN = torch.mm(mix.fn, v.t()).mul_(_rms_scale(v, arch.rms_norm_eps).squeeze(1))
+    return torch.addcmul(mix.base, m_MN, mix.scale)
 
 
 def _mix(h_NSD: Tensor, mix: Mix, arch: Architecture) -> tuple[Tensor, Tensor, Tensor]:
     """Layer input [N, D], post [S, N] and the doubly normalised C [S·S, N] (rows j, columns k)."""
     streams = arch.hc_mult
-    m_MN, _ = _mixing(h_NSD, mix, arch)
-    gates = torch.sigmoid(m_MN[: 2 * streams])
-    y_ND = _weighted(gates[:streams] + arch.hc_eps, h_NSD)
+    m_MN, eps = _mixing(h_NSD, mix, arch), _constant(arch.hc_eps, h_NSD)
+    gates = m_MN[: 2 * streams].sigmoid_()
+    y_ND = _weighted(gates[:streams].add_(eps), h_NSD)
+    post_SN = gates[streams:].mul_(_constant(2.0, h_NSD))
     comb = m_MN[2 * streams :].view(streams, streams, -1).softmax(1).view(streams**2, -1)
-    return y_ND, gates[streams:] * 2, _sinkhorn(comb.add_(arch.hc_eps), arch)
+    return y_ND, post_SN, _sinkhorn(comb.add_(eps), arch)
 
 
 def _sinkhorn(comb: Tensor, arch: Architecture) -> Tensor:
-    """Columns, then rows and columns in turn. A product with 0/1 sums and spreads in one call."""
-    streams, eps = arch.hc_mult, arch.hc_eps
-    eye = torch.eye(streams, dtype=comb.dtype, device=comb.device)
-    ones = torch.ones_like(eye)
-    columns, rows = torch.kron(ones, eye), torch.kron(eye, ones)
-    floor = comb.new_full((1, 1), eps).expand(streams**2, 1)
+    """Columns, then rows and columns in turn; a product with 0/1 sums, adds eps and spreads.
+
+    The last row of `held` is eps for every token, so that no division needs an addition of its own.
+    """
+    size = comb.shape[0]
+    rows, columns = _sum_matrices(arch.hc_mult, comb.dtype, comb.device)
+    held = comb.new_full((size + 1, comb.shape[1]), arch.hc_eps)
+    shares = held[:size].copy_(comb)
     sums = torch.empty_like(comb)
-    comb.div_(torch.addmm(floor, columns, comb, out=sums))
+    shares.div_(torch.mm(columns, held, out=sums))
     for _ in range(arch.hc_sinkhorn_iters - 1):
-        comb.div_(torch.addmm(floor, rows, comb, out=sums))
-        comb.div_(torch.addmm(floor, columns, comb, out=sums))
-    return comb
+        shares.div_(torch.mm(rows, held, out=sums))
+        shares.div_(torch.mm(columns, held, out=sums))
+    return shares
+
+
+@lru_cache(maxsize=8)
+def _sum_matrices(streams: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[S·S, S·S + 1] of 0 and 1: an element becomes the sum of its row, or column, plus eps."""
+    eye = torch.eye(streams, dtype=dtype, device=device)
+    ones, eps = torch.ones_like(eye), torch.ones(streams**2, 1, dtype=dtype, device=device)
+    rows, columns = torch.kron(eye, ones), torch.kron(ones, eye)
+    return torch.cat((rows, eps), dim=1), torch.cat((columns, eps), dim=1)
 
 
 def _weighted(pre_SN: Tensor, h_NSD: Tensor) -> Tensor:
-    return (h_NSD * pre_SN.t().unsqueeze(-1)).sum(1)
+    return torch.bmm(pre_SN.t().contiguous().unsqueeze(1), h_NSD).squeeze(1)
 
 
 def _merge(y_ND: Tensor, h_NSD: Tensor, post_SN: Tensor, comb: Tensor) -> Tensor:
@@ -300,11 +317,16 @@ def _visible_keys(cache: LayerCache, step: Step, route: Route, kv_NK: Tensor) ->
     flat = cache.keys.view(-1, kv_NK.shape[-1])
     if step.is_decode:
         flat.index_copy_(0, route.write_to, kv_NK)
-        return cache.keys[:, : route.num_keys][step.slots]
-    held = cache.keys[:, : route.num_keys][step.slots]
+        return _of_slots(cache.keys, step, route.num_keys)
+    held = _of_slots(cache.keys, step, route.num_keys)
     own = _padded(kv_NK, step).view(len(step.slots), step.width, -1)
-    flat.index_copy_(0, route.write_to, kv_NK[route.write_from])
+    flat.index_copy_(0, route.write_to, kv_NK.index_select(0, route.write_from))
     return torch.cat((held, own), dim=1)
+
+
+def _of_slots(state: Tensor, step: Step, num: int) -> Tensor:
+    """The first `num` rows that each sequence's slot holds, [R, num, ...]."""
+    return state[:, :num].index_select(0, step.slots)
 
 
 def _attend(
@@ -319,25 +341,40 @@ def _attend(
     logits[..., 0] = sink_H
     shares = logits.softmax(-1).view(len(step.slots), -1, logits.shape[-1])
     o = torch.bmm(shares, keys_RTK).view(-1, heads, size)
-    return o if step.from_padded is None else o[step.from_padded]
+    return o if step.from_padded is None else o.index_select(0, step.from_padded)
 
 
 def _padded(x_Nw: Tensor, step: Step) -> Tensor:
     """[R · C, w]: what is beyond a sequence's last token is never looked at."""
-    return x_Nw if step.to_padded is None else x_Nw[step.to_padded]
+    return x_Nw if step.to_padded is None else x_Nw.index_select(0, step.to_padded)
 
 
-def _rotate(x: Tensor, turns: Tensor, *, inverse: bool = False) -> None:
+def _rotate(x: Tensor, turns: Tensor) -> None:
     """RoPE in place: adjacent pairs of the trailing dims of x [..., K] turn together."""
     pairs = turns.shape[-1]
     tail = x[..., -2 * pairs :].unflatten(-1, (pairs, 2))
-    torch.view_as_complex(tail).mul_(turns.conj() if inverse else turns)
+    torch.view_as_complex(tail).mul_(turns)
 
 
 def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    normed = x * scale
+    normed = x * _rms_scale(x, eps)
     return normed if weight is None else normed.mul_(weight)
+
+
+def _rms_scale(x: Tensor, eps: float) -> Tensor:
+    """rsqrt(mean(x²) + eps) over the last dim, [..., 1]."""
+    total = (x * x).sum(-1, keepdim=True)
+    return total.mul_(_constant(1 / x.shape[-1], x)).add_(_constant(eps, x)).rsqrt_()
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    """A number as a tensor: on small operands a Python number costs more than the operation."""
+    return _constants(value, like.dtype, like.device)
+
+
+@lru_cache(maxsize=64)
+def _constants(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _stable_top(scores: Tensor, num: int) -> Tensor:
@@ -356,30 +393,30 @@ class _Dispatch:
     token_of: Tensor  # [rows] token that a row carries
     pair_of: Tensor  # [rows] index into the flat [N, k] weights
     row_of: Tensor  # [N·k] row of each (token, choice)
-    spans: list[tuple[int, int, int]]  # (expert, first row, rows)
+    experts: list[int]  # those that any token chose
+    sizes: list[int]  # their rows
     num_rows: int
 
     @classmethod
     def of(cls, experts_Nk: Tensor, num_experts: int) -> "_Dispatch":
-        chosen = experts_Nk.cpu().numpy()
-        flat = chosen.ravel()
+        flat = experts_Nk.cpu().numpy().ravel()
         order = flat.argsort(kind="stable")
         counts = np.bincount(flat, minlength=num_experts)
-        sizes = -(-counts // _EXPERT_ROWS) * _EXPERT_ROWS
-        firsts = np.cumsum(sizes) - sizes
-        shift = firsts - (np.cumsum(counts) - counts)
-        rows = np.arange(len(flat)) + np.repeat(shift, counts)
-        pair_of = np.zeros(int(sizes.sum()), np.int64)
+        sizes = (counts + _EXPERT_ROWS - 1) // _EXPERT_ROWS * _EXPERT_ROWS
+        unused = (sizes - counts).cumsum() - (sizes - counts)
+        rows = np.arange(len(flat)) + unused.repeat(counts)
+        pair_of = np.zeros(sizes.sum(), np.int64)
         pair_of[rows] = order
-        row_of = np.empty(len(flat), np.int64)
+        row_of = np.empty_like(order)
         row_of[order] = rows
-        device = experts_Nk.device
-        used = np.flatnonzero(counts)
+        used = counts.nonzero()[0]
+        pairs = torch.from_numpy(pair_of).to(experts_Nk.device)
         return cls(
-            token_of=torch.from_numpy(pair_of // chosen.shape[1]).to(device),
-            pair_of=torch.from_numpy(pair_of).to(device),
-            row_of=torch.from_numpy(row_of).to(device),
-            spans=[(int(e), int(firsts[e]), int(sizes[e])) for e in used],
+            token_of=pairs // experts_Nk.shape[1],
+            pair_of=pairs,
+            row_of=torch.from_numpy(row_of).to(experts_Nk.device),
+            experts=used.tolist(),
+            sizes=sizes[used].tolist(),
             num_rows=len(pair_of),
         )
 
@@ -387,8 +424,9 @@ class _Dispatch:
 def _by_expert(rows: Tensor, matrices: Tensor, plan: _Dispatch) -> Tensor:
     """Each expert's rows through its matrix; rows after the routed ones go to the last, shared."""
     out = rows.new_empty(rows.shape[0], matrices.shape[1])
-    shared = (matrices.shape[0] - 1, plan.num_rows, rows.shape[0] - plan.num_rows)
-    for expert, first, count in (*plan.spans, shared):
-        span = slice(first, first + count)
-        torch.mm(rows[span], matrices[expert].t(), out=out[span])
+    sizes = [*plan.sizes, rows.shape[0] - plan.num_rows]
+    by_column = matrices.transpose(1, 2).unbind()
+    parts = zip((*plan.experts, -1), rows.split(sizes), out.split(sizes), strict=True)
+    for expert, inputs, outputs in parts:
+        torch.mm(inputs, by_column[expert], out=outputs)
     return out

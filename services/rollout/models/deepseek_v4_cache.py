@@ -84,8 +84,8 @@ class Step:
     is_decode: bool
     to_padded: Tensor | None  # [R · C] token of each place
     from_padded: Tensor | None  # [N] place of each token
-    turns: Tensor  # complex [N, 1, rope pairs], plain frequencies
-    compressed_turns: Tensor
+    plain_turns: tuple[Tensor, Tensor]  # complex [N, 1, rope pairs], forth and back
+    compressed_turns: tuple[Tensor, Tensor]
     routes: dict[int, Route]  # by ratio
     num_tokens: int  # real ones; they come first
 
@@ -144,8 +144,8 @@ class Cache:
             is_decode=True,
             to_padded=None,
             from_padded=None,
-            turns=self._turns[0][position],
-            compressed_turns=self._turns[1][position],
+            plain_turns=self._turns_at(position, compressed=False),
+            compressed_turns=self._turns_at(position, compressed=True),
             routes={
                 ratio: self._decode_route(ratio, slots, positions, num) for ratio in self._ratios
             },
@@ -163,8 +163,8 @@ class Cache:
             is_decode=False,
             to_padded=self._tensor(layout.to_padded),
             from_padded=self._tensor(layout.from_padded),
-            turns=self._turns[0][position],
-            compressed_turns=self._turns[1][position],
+            plain_turns=self._turns_at(position, compressed=False),
+            compressed_turns=self._turns_at(position, compressed=True),
             routes={ratio: self._prefill_route(ratio, layout) for ratio in self._ratios},
             num_tokens=layout.num_tokens,
         )
@@ -308,6 +308,10 @@ class Cache:
             turns=self._turns[1][self._tensor(_pad(blocks * ratio, padding, 0)), 0],
         )
 
+    def _turns_at(self, position: Tensor, *, compressed: bool) -> tuple[Tensor, Tensor]:
+        turns = self._turns[compressed].index_select(0, position)
+        return turns, turns.conj().resolve_conj()
+
     def _max_entries(self, ratio: int) -> int:
         return _rounded(self.max_tokens // ratio) if ratio else 0
 
@@ -319,11 +323,11 @@ class Cache:
 
     def _bias(self, visible: np.ndarray) -> Tensor:
         dtype = self.layers[0].keys.dtype
-        table = torch.tensor([-torch.inf, 0.0], dtype=dtype, device=self._device)
-        return table[self._tensor(visible.view(np.uint8)).int()]
+        hidden = np.where(visible, 0.0, -np.inf).astype(np.float32)
+        return self._tensor(hidden).to(dtype)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return torch.from_numpy(array).to(self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +413,7 @@ def _turns(
         if bool(arch.compress_ratios[layer]) == bool(compressed)
     ]
     if not layers:
-        return torch.empty(max_tokens, 1, 0)
+        return torch.empty(max_tokens, 1, 0, device=device)
     frequencies = np.array(arch.rope_frequencies(layers[0]))
     angles = np.arange(max_tokens)[:, None, None] * frequencies
     complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64

@@ -13,23 +13,36 @@ from torch import Tensor
 
 from shared.quant import activation
 
+_BITS = 23  # of a float32's mantissa
+
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """A small float format whose largest value is `peak` · 2^`peak_exponent`, 1 <= peak < 2."""
+    """A small float format. Its constants are tensors: numbers cost more than the operation."""
 
-    mantissa_bits: int
-    peak: float
-    peak_exponent: int
-    min_exponent: int  # of the smallest normal number
+    carry: Tensor  # int32
+    smallest_share: Tensor  # smallest normal number / 2^exponent of the largest
+    magic: float
     floor: float  # smallest absolute maximum that a scale is made from
 
 
-_E4M3 = _Grid(3, 1.75, 8, -6, activation.E4M3_FLOOR)
-_E2M1 = _Grid(1, 1.5, 2, 0, 6 * 2.0**-126)
+def _grid(
+    *, mantissa_bits: int, peak: float, peak_exponent: int, min_exponent: int, floor: float
+) -> _Grid:
+    """The format whose largest value is peak · 2^peak_exponent, 1 <= peak < 2."""
+    return _Grid(
+        carry=torch.tensor((1 << _BITS) - int((peak - 1) * (1 << _BITS)) - 1, dtype=torch.int32),
+        smallest_share=torch.tensor(2.0 ** (min_exponent - peak_exponent)),
+        magic=1.5 * 2.0 ** (_BITS - mantissa_bits),
+        floor=floor,
+    )
 
-_BITS = 23  # of a float32's mantissa
-_EXPONENT = 0x7F800000
+
+_EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32)
+_E4M3 = _grid(
+    mantissa_bits=3, peak=1.75, peak_exponent=8, min_exponent=-6, floor=activation.E4M3_FLOOR
+)
+_E2M1 = _grid(mantissa_bits=1, peak=1.5, peak_exponent=2, min_exponent=0, floor=6 * 2.0**-126)
 
 
 def round_linear_input(x: Tensor) -> Tensor:
@@ -67,13 +80,11 @@ def _round(x: Tensor, group: int, grid: _Grid) -> Tensor:
 
 
 def _round_groups(groups: Tensor, grid: _Grid) -> Tensor:
-    peak = torch.maximum(groups.amax(-1, keepdim=True), -groups.amin(-1, keepdim=True))
-    peak = peak.clamp_(min=grid.floor)
     # 2^⌈log2(peak / largest)⌉ without a logarithm: carry into the exponent if the mantissa is above
     # that of the format's largest value, then drop the mantissa.
-    carry = (1 << _BITS) - int((grid.peak - 1) * (1 << _BITS)) - 1
-    rounded_up = ((peak.view(torch.int32) + carry) & _EXPONENT).view(torch.float32)
-    smallest_normal = rounded_up * 2.0 ** (grid.min_exponent - grid.peak_exponent)
-    power = (groups.view(torch.int32) & _EXPONENT).view(torch.float32)  # 2^⌊log2|x|⌋
-    magic = torch.maximum(power, smallest_normal).mul_(1.5 * 2.0 ** (_BITS - grid.mantissa_bits))
-    return (groups + magic).sub_(magic)
+    peak = groups.abs().amax(-1, keepdim=True).clamp_(min=grid.floor).view(torch.int32)
+    rounded_up = peak.add_(grid.carry).bitwise_and_(_EXPONENT).view(torch.float32)
+    smallest_normal = rounded_up.mul_(grid.smallest_share)
+    power = groups.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)  # 2^⌊log2|x|⌋
+    torch.maximum(power, smallest_normal, out=power)
+    return torch.add(groups, power, alpha=grid.magic).sub_(power, alpha=grid.magic)
