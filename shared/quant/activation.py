@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shared.quant.fp4 import e2m1_codes, e2m1_exponent, e2m1_values
+from shared.quant.fp4 import e2m1_exponent, round_e2m1
 from shared.quant.fp8 import e4m3_exponent, power_of_two
 
 LINEAR_GROUP = 128  # input of an FP8 or FP4 linear, per token
@@ -107,9 +107,8 @@ def _round_e4m3(groups: Tensor) -> Tensor:
 def _round_e2m1(groups: Tensor) -> Tensor:
     peak = torch.maximum(groups.amax(-1), -groups.amin(-1))
     exponent = e2m1_exponent(peak)[..., None]
-    codes = e2m1_codes(groups * power_of_two(-exponent, dtype=groups.dtype))
-    values = e2m1_values(codes, dtype=groups.dtype)
-    return values * power_of_two(exponent, dtype=groups.dtype)
+    scaled = groups * power_of_two(-exponent, dtype=groups.dtype)
+    return round_e2m1(scaled) * power_of_two(exponent, dtype=groups.dtype)
 
 
 @lru_cache(maxsize=16)

@@ -4,8 +4,6 @@ The low nibble holds the even K index. A swap permutes values inside a scale gro
 shows it: only outputs do.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -41,7 +39,7 @@ def dequantise_fp4(packed: Tensor, scale: Tensor, *, name: str = "tensor") -> Te
     """FP32 values [N, K] of packed codes [N, K/2] (int8 or uint8) and scales [N, K/32]."""
     rows, half = packed.shape
     _check_scale_shape(packed, scale, name)
-    values = e2m1_values(unpack_nibbles(packed)).view(rows, -1, GROUP)
+    values = e2m1_values(packed).view(rows, -1, GROUP)
     return (values * scale_values(scale, name=name)[..., None]).view(rows, 2 * half)
 
 
@@ -52,7 +50,7 @@ def fp4_to_fp8(packed: Tensor, scale: Tensor, *, name: str = "tensor") -> tuple[
     """
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     _check_scale_shape(packed, scale, name)
-    values = e2m1_values(unpack_nibbles(packed)).view(rows, -1, GROUP)
+    values = e2m1_values(packed).view(rows, -1, GROUP)
     exponent = scale.view(torch.uint8).int() - E8M0_BIAS
     scale_values(scale, name=name)
     used = (values != 0).any(-1)
@@ -74,23 +72,30 @@ def e2m1_exponent(absolute_max: Tensor) -> Tensor:
 
 def e2m1_codes(values: Tensor) -> Tensor:
     """uint8 codes of values in [-6, 6]: nearest, ties to the even code."""
-    halfway = torch.tensor(
-        [(a + b) / 2 for a, b in pairwise(E2M1_VALUES)],
-        dtype=values.dtype,
-        device=values.device,
-    )
-    # A tie goes to the even code: between 2i and 2i+1 that is down, so the border moves up a hair.
-    halfway[::2] = halfway[::2].nextafter(torch.full_like(halfway[::2], 8))
-    index = torch.bucketize(values.abs(), halfway, right=True)
-    return (index + 8 * torch.signbit(values)).to(torch.uint8)
+    codes = _e2m1_index(values.abs()).to(torch.uint8)
+    return codes.bitwise_or_(torch.signbit(values).to(torch.uint8).mul_(8))
 
 
-def e2m1_values(codes: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of codes 0..15."""
-    table = torch.tensor(
-        [*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=dtype, device=codes.device
-    )
-    return table[codes.int()]
+def round_e2m1(values: Tensor) -> Tensor:
+    """The same values on the grid, without the detour over codes."""
+    index = _e2m1_index(values.abs())
+    grid = (index / 2).clamp_(min=index - 2).clamp_(min=index.mul_(2).sub_(8))
+    return grid.copysign_(values)
+
+
+def _e2m1_index(magnitude: Tensor) -> Tensor:
+    # The grid has steps of 1/2 to 2, of 1 to 4 and of 2 to 6. Beyond its own stretch each rounded
+    # line lies above the others; it starts at an even code, so rounding half to even fits all.
+    index = (2 * magnitude).round_()
+    index.clamp_(max=magnitude.round().add_(2))
+    return index.clamp_(max=(magnitude / 2).round_().add_(4))
+
+
+def e2m1_values(packed: Tensor) -> Tensor:
+    """FP32 values [..., K] of packed codes [..., K/2]: one look-up for the two of a byte."""
+    single = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=packed.device)
+    pairs = torch.stack((single.repeat(16), single.repeat_interleave(16)), 1)
+    return functional.embedding(packed.view(torch.uint8).int(), pairs).flatten(-2)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
