@@ -35,7 +35,6 @@ _POSITIVE = ("1.2345678910111213", "0.7182818284590452", "3.3166247903553998")
 _MIXED = ("-1.4142135623730950", "0.5772156649015328", "-2.6457513110645905")
 
 _CONFIG = [LatexExtractionConfig()]
-_RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|lt|gt|in|approx)(?![a-zA-Z])")
 _CARET = re.compile(r"\^\s*(\{|\d+|.)?")
 _INTEGER_POWER = re.compile(r"\s*(\d{1,6})\s*\^\s*(?:\{\s*(\d{1,6})\s*\}|(\d))\s*")
 _FACTORIAL = re.compile(r"(\d*)\s*(!+)")
@@ -78,10 +77,6 @@ def same_by_verify(gold: str, answer: str) -> bool:
         raise Unreadable(f"not an expression: {answer[:80]!r}")
     left = _read_gold(gold)
     return bool(verify(left, right, allow_set_relation_comp=True, timeout_seconds=None))
-
-
-def is_relation(text: str) -> bool:
-    return _RELATION.search(text) is not None
 
 
 def _read_gold(text: str) -> Basic | MatrixBase:

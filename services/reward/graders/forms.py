@@ -75,6 +75,7 @@ _WORD_UNIT = re.compile(
 _LETTERS = re.compile(r"[A-Za-z](?:[A-Za-z' -]*[A-Za-z])?")
 _CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
 _BRACKET = re.compile(r"\\[{}]|[()\[\]{},;]|\\cup(?![a-z])")
+_RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|lt|gt|in|approx)(?![a-zA-Z])")
 _DEPTH = {"(": 1, "[": 1, "{": 1, "\\{": 1, ")": -1, "]": -1, "}": -1, "\\}": -1}
 
 _UNIT_NAMES = {
@@ -246,6 +247,27 @@ def _closing_place(text: str) -> int:
         if depth == 0:
             return match.start()
     return -1
+
+
+def is_relation(text: str) -> bool:
+    """Whether a relation stands outside all braces: the one in a sum's bounds does not."""
+    return _RELATION.search(_without_groups(text)) is not None
+
+
+def right_side(text: str) -> str:
+    """What follows the last equals sign outside all braces, or nothing."""
+    tail = _without_groups(text).rpartition("=")
+    return text[-len(tail[2]) :].strip() if tail[1] and tail[2].strip() else ""
+
+
+def _without_groups(text: str) -> str:
+    """`text` with everything in braces blanked out."""
+    depth, kept = 0, []
+    for place, char in enumerate(text):
+        if char in "{}" and text[place - 1 : place] != "\\":
+            depth += 1 if char == "{" else -1
+        kept.append(char if depth <= 0 and char != "}" else " ")
+    return "".join(kept)
 
 
 def _split(text: str, separators: str) -> list[str]:

@@ -19,15 +19,8 @@ BUILT_IN: dict[str, str] = {
     "aime": "services.reward.graders.aime:grade",
     "arithmetic": "services.reward.graders.arithmetic:grade",
 }
+HEAVY = {"math"}  # takes half a second to import, and so is loaded when first needed
 _ADDRESS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
-
-def load_graders(plug_ins: Mapping[str, str] | None = None) -> dict[str, Grader]:
-    """Import every grader: the built-in ones and those that the service's settings allow.
-
-    `plug_ins` maps a name to `module:function`; a wrong address raises ValueError.
-    """
-    return {name: _load(address) for name, address in addresses(plug_ins).items()}
 
 
 def addresses(plug_ins: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -40,7 +33,8 @@ def addresses(plug_ins: Mapping[str, str] | None = None) -> dict[str, str]:
     return BUILT_IN | dict(plug_ins or {})
 
 
-def _load(address: str) -> Grader:
+def load_grader(address: str) -> Grader:
+    """Import the grader at `module:function`; ValueError or ImportError says why not."""
     module, _, function = address.partition(":")
     try:
         return cast(Grader, getattr(import_module(module), function))

@@ -23,12 +23,20 @@ from functools import lru_cache
 
 from services.reward.graders.algebra import (
     TooLarge,
-    is_relation,
     same_by_verify,
     same_value,
 )
 from services.reward.graders.extraction import NoAnswer, find_answer
-from services.reward.graders.forms import Assigned, Form, Group, Leaf, Unreadable, read_form
+from services.reward.graders.forms import (
+    Assigned,
+    Form,
+    Group,
+    Leaf,
+    Unreadable,
+    is_relation,
+    read_form,
+    right_side,
+)
 from services.reward.graders.literals import Number, same_number
 from services.reward.graders.notation import tidy
 from shared.messages import Score, Unparseable
@@ -165,8 +173,9 @@ def same_leaf(gold: Leaf, answer: Leaf) -> bool:
         return False
     if gold.number is not None and answer.number is not None:
         return _same_percent(gold.number, answer.number, gold, answer)
-    if is_relation(answer.value) and not is_relation(gold.value) and "=" in answer.value:
-        return same(gold, read_form(answer.value.rpartition("=")[2]))
+    last_side = right_side(answer.value)
+    if last_side and not is_relation(gold.value):
+        return same(gold, read_form(last_side))
     return same_value(gold, answer)
 
 

@@ -40,6 +40,7 @@ EQUAL = {
         (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}"), (r"2\sqrt{3}", r"\sqrt{12}"),
         (r"3\pi", r"3 \cdot \pi"), ("3π", r"3\pi"), ("3*pi", r"3\pi"), (r"\sqrt[3]{8}", "2"),
         (r"\frac{\sqrt{6}-\sqrt{2}}{4}", r"\cos\frac{5\pi}{12}"),
+        (r"\sum_{k=1}^{3} k^2", "14"),
         (r"\log_2 8", "3"), (r"e^{\ln 5}", "5"), (r"3.14159265", r"\pi"),
     ],
     "expressions": [

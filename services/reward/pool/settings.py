@@ -1,0 +1,26 @@
+"""What the pool may use."""
+
+import os
+
+from pydantic import Field
+
+from shared.config import Part
+
+
+class PoolConfig(Part):
+    workers: int = Field(default_factory=lambda: os.cpu_count() or 1, gt=0)
+    """Worker processes for normal checks; default: one per core."""
+    slow_workers: int = Field(4, gt=0)
+    """Slow checks that may run beside them."""
+    slow_after_s: float = Field(0.05, gt=0)
+    """A check that runs longer is moved to the slow lane."""
+    slow_nice: int = Field(10, ge=0, le=19)
+    """Scheduling priority of the slow lane; 19 is the lowest."""
+    memory_bytes: int = Field(2**30, ge=64 * 2**20)
+    """What a check may allocate on top of the loaded graders."""
+    max_batch: int = Field(16, gt=0)
+    """Checks sent to a worker at once."""
+    max_checks_per_worker: int = Field(20_000, gt=0)
+    """A worker is replaced after so many checks."""
+    plug_ins: dict[str, str] = Field(default_factory=dict)
+    """Further graders as name = "module:function"; only these modules are ever imported."""

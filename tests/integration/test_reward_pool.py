@@ -1,0 +1,209 @@
+"""The grading pool on real processes: hostile graders end within their limits, others go on."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.reward.pool.pool import GradingPool
+from services.reward.pool.requests import Check
+from services.reward.pool.settings import PoolConfig
+from shared.errors import Fatal
+from shared.messages import GraderError, Outcome, Score, Timeout
+
+HOSTILE = Path(__file__).parents[1] / "fixtures" / "graders"
+NAMES = (
+    "sleeps", "spins", "hangs_in_c", "takes_memory", "hides_memory_errors", "raises", "recurses",
+    "exits", "kills_itself", "leaves_a_child", "returns_nonsense", "says_pid",
+)  # fmt: skip
+PLUG_INS = {name: f"hostile_graders:{name}" for name in NAMES}
+CONFIG = PoolConfig(workers=2, slow_workers=2, plug_ins=PLUG_INS, memory_bytes=256 * 2**20)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[GradingPool]:
+    with hostile_graders_on_the_path():
+        pool = await GradingPool.start(CONFIG)
+    yield pool
+    pids = pool.pids
+    await pool.close()
+    assert pids
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+@contextlib.contextmanager
+def hostile_graders_on_the_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HOSTILE))
+        yield
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def grade_one(pool: GradingPool, grader: str, response: str, timeout_s: float) -> Outcome:
+    return (await pool.grade([Check(grader, response, "", timeout_s)]))[0]
+
+
+def right(count: int) -> list[Check]:
+    return [Check("arithmetic", "7+8=15;85", "85") for _ in range(count)]
+
+
+async def test_outcomes_come_in_the_order_of_checks(pool: GradingPool) -> None:
+    checks = [Check("arithmetic", str(i), str(i if i % 3 else -1)) for i in range(200)]
+    outcomes = await pool.grade(checks)
+    assert [outcome.value for outcome in outcomes] == [float(i % 3 > 0) for i in range(200)]  # type: ignore[union-attr]
+
+
+async def test_mathematics_is_graded_in_the_pool(pool: GradingPool) -> None:
+    outcomes = await pool.grade(
+        [
+            Check("math", r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{\sqrt{2}}{2}"),
+            Check("math", r"\boxed{9^{9^{9}}}", "7"),
+            Check("math", "no answer", "7"),
+            Check("math", r"\boxed{7}", ""),
+        ]
+    )
+    assert [outcome.kind for outcome in outcomes] == ["score", "score", "unparseable", "error"]
+    assert outcomes[0].value == 1.0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("grader", "response"),
+    [("sleeps", "60"), ("spins", "60"), ("hangs_in_c", ""), ("leaves_a_child", "60")],
+)
+async def test_a_check_that_hangs_times_out_within_its_limit(
+    pool: GradingPool, grader: str, response: str
+) -> None:
+    begin_s = time.monotonic()
+    outcome = await grade_one(pool, grader, response, timeout_s=0.4)
+    assert outcome == Timeout(after_s=0.4)
+    assert time.monotonic() - begin_s < 1.5
+    assert (await pool.grade(right(1)))[0].kind == "score"
+
+
+@pytest.mark.parametrize(
+    ("grader", "response", "reason"),
+    [
+        ("takes_memory", "at once", "out of memory"),
+        ("takes_memory", "bit by bit", "memory"),
+        ("hides_memory_errors", "", "bytes of memory exceed"),
+        ("raises", "boom", "RuntimeError: boom"),
+        ("recurses", "", "nested too deeply"),
+        ("exits", "", "the grading process died: exit code"),
+        ("kills_itself", "", "the grading process died: killed by SIGKILL"),
+        ("returns_nonsense", "", "returned str"),
+    ],
+)
+async def test_a_check_that_fails_is_an_error_of_its_own(
+    pool: GradingPool, grader: str, response: str, reason: str
+) -> None:
+    checks = [*right(3), Check(grader, response, "", 5.0), *right(3)]
+    outcomes = await pool.grade(checks)
+    failed = outcomes.pop(3)
+    assert isinstance(failed, GraderError)
+    assert reason in failed.reason
+    assert all(isinstance(outcome, Score) for outcome in outcomes)
+
+
+async def test_a_slow_check_keeps_its_result_and_its_process(pool: GradingPool) -> None:
+    before = set(pool.pids)
+    outcome = await grade_one(pool, "sleeps", "0.3", timeout_s=5.0)
+    assert outcome == Score(value=1.0, extracted="0.3")
+    assert len(before - set(pool.pids)) == 1  # its worker was moved to the slow lane, then ended
+    outcomes = await pool.grade([Check("says_pid", "", "") for _ in range(20)])
+    assert {outcome.extracted for outcome in outcomes} == {"0"}  # type: ignore[union-attr]
+
+
+async def test_neighbours_of_hostile_checks_keep_their_latency(pool: GradingPool) -> None:
+    hostile = asyncio.create_task(pool.grade([Check("spins", "60", "", 1.5)] * 6))
+    await asyncio.sleep(0.3)  # the slow lane is full by now
+    latencies = []
+    for _ in range(50):
+        begin_s = time.monotonic()
+        outcomes = await pool.grade(right(8))
+        latencies.append(time.monotonic() - begin_s)
+        assert all(isinstance(outcome, Score) for outcome in outcomes)
+    assert sorted(latencies)[25] < 0.1
+    assert set(await hostile) == {Timeout(after_s=1.5)}
+
+
+async def test_checks_of_one_batch_do_not_wait_for_a_hostile_one(pool: GradingPool) -> None:
+    small = asyncio.create_task(pool.grade([Check("sleeps", "3", "", 3.0)]))
+    begin_s = time.monotonic()
+    mixed = asyncio.create_task(pool.grade([*right(20), Check("sleeps", "9", "", 1.0), *right(20)]))
+    while pool.depth:
+        assert time.monotonic() - begin_s < 5
+        await asyncio.sleep(0.05)
+    outcomes = await mixed
+    assert [outcome.kind for outcome in outcomes].count("score") == 40
+    assert time.monotonic() - begin_s < 2.5
+    assert (await small)[0] == Score(value=1.0, extracted="3")
+
+
+async def test_a_thousand_checks_do_not_hold_up_a_group(pool: GradingPool) -> None:
+    many = asyncio.create_task(pool.grade([Check("sleeps", "0.002", "")] * 1000))
+    await asyncio.sleep(0.1)
+    begin_s = time.monotonic()
+    await pool.grade(right(8))
+    assert time.monotonic() - begin_s < 0.5
+    assert not many.done()
+    many.cancel()
+
+
+async def test_a_request_that_is_given_up_frees_its_workers(pool: GradingPool) -> None:
+    request = asyncio.create_task(pool.grade([Check("sleeps", "0.01", "")] * 500))
+    await asyncio.sleep(0.1)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    assert pool.depth == 0
+    assert len(await pool.grade(right(50))) == 50
+
+
+async def test_an_unknown_grader_is_refused_by_name(pool: GradingPool) -> None:
+    with pytest.raises(ValueError, match="no grader 'nope'; there are aime, arithmetic"):
+        await pool.grade([Check("nope", "", "")])
+    assert await pool.grade([]) == []
+
+
+async def test_a_dead_zygote_ends_the_pool_and_its_workers() -> None:
+    with hostile_graders_on_the_path():
+        pool = await GradingPool.start(CONFIG)
+    pids = pool.pids
+    guard = asyncio.create_task(pool.guard(asyncio.Event()))
+    request = asyncio.create_task(pool.grade([Check("spins", "60", "", 60.0)]))
+    await asyncio.sleep(0.1)
+    pool._zygote._process.kill()  # type: ignore[union-attr]
+    for waiting in (guard, request):
+        with pytest.raises(Fatal, match="the process that forks graders is gone"):
+            await asyncio.wait_for(waiting, 10)
+    await wait_until(lambda: not any(map(is_alive, pids)))
+    await pool.close()
+
+
+async def test_the_pool_starts_within_a_second_of_its_own_time() -> None:
+    begin_s = time.process_time()
+    pool = await GradingPool.start(PoolConfig(workers=2))
+    assert time.process_time() - begin_s < 0.5
+    await pool.close()
+
+
+async def test_a_grader_that_cannot_be_loaded_stops_the_start() -> None:
+    config = PoolConfig(workers=1, plug_ins={"mine": "no_such_module:grade"})
+    with pytest.raises(Fatal, match="no_such_module"):
+        await GradingPool.start(config)
+
+
+async def wait_until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.05)
