@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch: Megatron compiles at import
+
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis

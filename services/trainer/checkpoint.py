@@ -6,6 +6,7 @@ Contents are hashed when written and verified when read; anything wrong is `Weig
 
 import json
 import os
+import queue
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
+from services.trainer.megatron.optimizer import separate_steps
 from shared.errors import WeightsCorrupt
 
 COMPLETE_FILE = "complete.json"
@@ -45,6 +48,8 @@ def save(
     state = _sharded_state(model, optimizer, loading=False)
     state["progress"] = progress
     state["generator"] = torch.get_rng_state()
+    # Megatron would start a process just to hold this queue between a writer and itself.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(
         state, str(building), content_metadata=dict(_METADATA), verify_integrity=True
     )
@@ -61,6 +66,7 @@ def load(path: Path, *, model: nn.Module, optimizer: MegatronOptimizer) -> dict[
     state = _read(path, _sharded_state(model, optimizer, loading=True))
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    separate_steps(optimizer)
     torch.set_rng_state(state["generator"])
     return cast(dict[str, int], state["progress"])
 

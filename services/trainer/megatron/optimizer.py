@@ -12,7 +12,14 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from services.trainer.megatron import cpu
@@ -20,14 +27,16 @@ from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from shared.job import OptimizerSection
 
 
-def wrap(
-    model: DeepSeekV4, config: TransformerConfig, *, distributed_optimizer: bool = False
-) -> DistributedDataParallel:
-    """Gradients are summed, not averaged, over data-parallel ranks: losses carry global weights."""
+def wrap(model: DeepSeekV4, config: TransformerConfig) -> DistributedDataParallel:
+    """Gradients are summed, not averaged, over data-parallel ranks: losses carry global weights.
+
+    The distributed optimiser is always on: it is the one that can save mixed BF16 and FP32
+    parameters, and with one data-parallel rank it costs nothing.
+    """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
-        use_distributed_optimizer=distributed_optimizer,
+        use_distributed_optimizer=True,
     )
     wrapped = DistributedDataParallel(config, ddp_config, model)
     config.finalize_model_grads_func = _finalize
@@ -43,33 +52,58 @@ def build_optimizer(
     wrapped: DistributedDataParallel, config: TransformerConfig, settings: OptimizerSection
 ) -> MegatronOptimizer:
     """AdamW with clipping by the global norm; vectors (norms, biases, sinks) are not decayed."""
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.eps,
-            clip_grad=settings.clip_grad,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=wrapped.ddp_config.use_distributed_optimizer,
-        ),
-        [wrapped],
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
     )
-    if cpu.needed():
-        _fuse_on_cpu(optimizer)
+    # Megatron confuses the order of parameters in a group that mixes dtypes; a setting that changes
+    # nothing puts the FP32 ones in groups of their own.
+    is_fp32 = ParamPredicate("is_fp32", lambda parameter: parameter.dtype == torch.float32)
+    overrides = get_standard_config_overrides(optimizer_config)
+    overrides[ParamKey(predicate=is_fp32)] = ParamGroupOverride(max_lr=settings.learning_rate)
+    optimizer = get_megatron_optimizer(optimizer_config, [wrapped], overrides)
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            _prepare(part.optimizer)
+            _accept_step_tensors(part)
     return optimizer
 
 
-def _fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
-    """torch's AdamW makes one pass over memory on a CPU if asked; Megatron does not ask."""
+def _accept_step_tensors(part: Any) -> None:
+    """Loading fails on torch's AdamW, whose state has a `step` tensor that is not in the file (all
+    share one, restored before); a None makes Megatron pass it over."""
+    put = part._set_main_param_and_optimizer_states
+    part._set_main_param_and_optimizer_states = lambda parameter, tensors: put(
+        parameter, {"step": None, **tensors}
+    )
+
+
+def _prepare(inner: torch.optim.AdamW) -> None:
+    """Make the state now, because a checkpoint can only be read into (or written from) one that
+    exists; and one pass over memory per step on a CPU, which Megatron does not ask for."""
+    for group in inner.param_groups:
+        group["fused"] = cpu.needed()
+        for parameter in group["params"]:
+            inner.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def separate_steps(optimizer: MegatronOptimizer) -> None:
+    """After loading, all parameters share one `step` tensor, which torch would advance for each."""
     for part in optimizer.chained_optimizers:
-        inner = part.optimizer
-        if isinstance(inner, torch.optim.AdamW):
-            for group in inner.param_groups:
-                group["fused"] = True
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, settings: OptimizerSection, step: int) -> float:

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from services.trainer.models.deepseek_v4.attention_core import Reach, attend
+from services.trainer.models.deepseek_v4.attention_core import Reach, attend, visible
 from services.trainer.models.deepseek_v4.compressor import Compressor
 from services.trainer.models.deepseek_v4.indexer import Indexer
 from services.trainer.models.deepseek_v4.layers import (
@@ -93,7 +93,7 @@ class HybridAttention(nn.Module):
             reach=self.reach,
         )
         out_BSHK = trace("attn.core", rotate(out_BSHK, turns_S1P, inverse=True))
-        return trace("attn", self.wo_b(self.wo_a(out_BSHK.view(rows * length, self.groups, -1)))[0])
+        return self.wo_b(self.wo_a(out_BSHK.view(rows * length, self.groups, -1)))[0]
 
     def _entries(
         self, x_BSD: Tensor, qr: Tensor, turns: Tensor, trace: Trace
@@ -105,7 +105,7 @@ class HybridAttention(nn.Module):
             trace("attn.compressor", entries)
         selected = None if self.indexer is None else self.indexer(x_BSD, qr, turns)
         if selected is not None:
-            trace("attn.indexer", selected)
+            trace("attn.indexer", selected & visible(selected, self.reach.ratio))
         return entries, selected
 
 

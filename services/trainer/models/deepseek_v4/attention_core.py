@@ -42,6 +42,12 @@ def attend(
     return _Attend.apply(q_BSHK, kv_BSK, sink_H, entries_BWK, selected_BSW, reach)
 
 
+def visible(like_BSW: Tensor, ratio: int) -> Tensor:
+    """`[S, W]` bool: entry w is visible to query t iff `w < (t + 1) // ratio`."""
+    position = torch.arange(like_BSW.size(1), device=like_BSW.device).unsqueeze(-1)
+    return torch.arange(like_BSW.size(2), device=like_BSW.device) < (position + 1) // ratio
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(

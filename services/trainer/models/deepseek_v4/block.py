@@ -21,7 +21,6 @@ class BlockInput:
 
     token_ids: Tensor  # [B, S]
     routes: Routes
-    trace: Trace
 
 
 class Block(nn.Module):
@@ -43,19 +42,20 @@ class Block(nn.Module):
         turns = layer_rotations(self.architecture, self.layer, ids_BS)
 
         y_TD, post, comb = self._mix(self.hc_attn, "hc_attn", h_TND, trace)
-        x_BSD = self.attn_norm(y_TD).view(*ids_BS.shape, -1)
-        y_TD = self.attn(x_BSD, turns, trace)
-        h_TND = trace("hc_attn.merge", self.hc_attn.merge(y_TD, h_TND, post, comb))
+        x_BSD = trace("attn.norm", self.attn_norm(y_TD).view(*ids_BS.shape, -1))
+        y_TD = trace.flat("attn", self.attn(x_BSD, turns, trace))
+        h_TND = trace.flat("hc_attn.merge", self.hc_attn.merge(y_TD, h_TND, post, comb))
 
         y_TD, post, comb = self._mix(self.hc_ffn, "hc_ffn", h_TND, trace)
-        y_TD = self.ffn(self.ffn_norm(y_TD), ids_BS.flatten(), given.routes, trace)
-        return trace("hc_ffn.merge", self.hc_ffn.merge(y_TD, h_TND, post, comb))
+        x_TD = trace.flat("ffn.norm", self.ffn_norm(y_TD))
+        y_TD = trace.flat("ffn", self.ffn(x_TD, ids_BS.flatten(), given.routes, trace))
+        return trace.flat("hc_ffn.merge", self.hc_ffn.merge(y_TD, h_TND, post, comb))
 
     def _mix(
         self, connection: HyperConnection, name: str, h_TND: Tensor, trace: Trace
     ) -> tuple[Tensor, Tensor, Tensor]:
         y_TD, post_NT, comb_NNT = connection.mix(h_TND)
-        trace(f"{name}.mix", y_TD)
-        trace(f"{name}.post", post_NT.t())
-        trace(f"{name}.comb", comb_NNT.permute(2, 0, 1))
+        trace.flat(f"{name}.mix", y_TD)
+        trace.flat(f"{name}.post", post_NT.t())
+        trace.flat(f"{name}.comb", comb_NNT.permute(2, 0, 1))
         return y_TD, post_NT, comb_NNT

@@ -39,10 +39,12 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, token_ids_T: Tensor, routes: Routes, trace: Trace) -> Tensor:
         ids_Tk, weights_Tk = self.gate(x_TD, token_ids_T, routes)
-        trace("router", ids_Tk)
-        routed_TD = trace("experts", self.experts(x_TD, ids_Tk, weights_Tk))
-        shared_TD = trace("shared_experts", self.shared_experts(x_TD))
-        return trace("ffn", (routed_TD + wide(shared_TD)).to(x_TD.dtype))
+        if trace.states is not None:
+            dense_TE = weights_Tk.new_zeros(x_TD.size(0), self.gate.weight.size(0))
+            trace.flat("router", dense_TE.scatter(1, ids_Tk, weights_Tk))
+        routed_TD = trace.flat("experts", self.experts(x_TD, ids_Tk, weights_Tk))
+        shared_TD = trace.flat("shared_experts", self.shared_experts(x_TD))
+        return (routed_TD + wide(shared_TD)).to(x_TD.dtype)
 
 
 class SharedExpert(nn.Module):

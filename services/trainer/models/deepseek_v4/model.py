@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from services.trainer.models.deepseek_v4.block import Block, BlockInput
 from services.trainer.models.deepseek_v4.head import OutputHead, TokenScores
 from services.trainer.models.deepseek_v4.hyper_connections import HeadMix
-from services.trainer.models.deepseek_v4.layers import RMSNorm
+from services.trainer.models.deepseek_v4.layers import RMSNorm, freeze
+from services.trainer.models.deepseek_v4.mtp import MtpBlock
 from services.trainer.models.deepseek_v4.trace import Routes, Trace
 from shared.models.deepseek_v4.architecture import Architecture
 
@@ -51,6 +52,11 @@ class DeepSeekV4(MegatronModule):
             self.hc_head = HeadMix(config, architecture)
             self.norm = RMSNorm(config, architecture.hidden_size)
             self.head = OutputHead(config, architecture)
+            depths = range(architecture.num_nextn_predict_layers)
+            self.mtp = nn.ModuleDict(
+                {str(depth): MtpBlock(config, architecture, depth=depth) for depth in depths}
+            )
+            freeze(self.mtp)
         for block in blocks.values():
             block.ffn.gate.weight.requires_grad_(not freeze_router)
 
@@ -74,25 +80,32 @@ class DeepSeekV4(MegatronModule):
         -> `TokenScores` `[N]`, or FP32 logits `[B, S, V]`; a stage that is not the last returns its
         streams `[T, N, D]`. The label of position t is the token at t + 1.
         """
-        trace = trace or Trace()
-        given = BlockInput(token_ids_BS, routes or Routes(), trace)
-        h_TND = self._first_streams(token_ids_BS, trace)
+        trace = (trace or Trace()).under("", rows=len(token_ids_BS))
+        given = BlockInput(token_ids_BS, routes or Routes())
+        h_TND = trace.flat("embed", self._first_streams(token_ids_BS))
         for name, block in self.layers.items():
-            h_TND = block(h_TND, given, trace.at(f"layers.{name}."))
+            h_TND = block(h_TND, given, trace.under(f"layers.{name}.", rows=trace.rows))
         if not self.post_process:
             return h_TND
         if labels_N is None:
-            x_TD = trace("norm", self.norm(trace("hc_head.mix", self.hc_head(h_TND))))
-            logits = trace("logits", self.head.logits(x_TD))
-            return logits.view(*token_ids_BS.shape, -1)
+            x_TD = trace.flat("norm", self.norm(trace.flat("hc_head.mix", self.hc_head(h_TND))))
+            return trace("logits", self.head.logits(x_TD.view(*token_ids_BS.shape, -1)))
         assert positions_N is not None, "labels without positions"
         x_ND = self.norm(self.hc_head(h_TND.index_select(0, positions_N)))
         return self.head.score(x_ND, labels_N, temperature)
 
-    def _first_streams(self, token_ids_BS: Tensor, trace: Trace) -> Tensor:
+    def mtp_logits(self, h_TND: Tensor, next_ids_BS: Tensor, *, depth: int = 0) -> Tensor:
+        """FP32 logits `[B, S, V]` of the token after the next, from the last streams."""
+        embedded_TD: Tensor = self.embed(next_ids_BS.flatten())
+        block = self.mtp[str(depth)]
+        assert isinstance(block, MtpBlock)
+        x_TD = block.hidden(h_TND, embedded_TD, BlockInput(next_ids_BS, Routes()))
+        return self.head.logits(x_TD.view(*next_ids_BS.shape, -1))
+
+    def _first_streams(self, token_ids_BS: Tensor) -> Tensor:
         streams, width = self.architecture.hc_mult, self.architecture.hidden_size
         if self.pre_process:
-            rows_TD = trace("embed", self.embed(token_ids_BS.flatten()))
+            rows_TD = self.embed(token_ids_BS.flatten())
             return rows_TD.unsqueeze(1).expand(-1, streams, -1).contiguous()
         assert self.input_tensor is not None, "this stage got no input"
         return self.input_tensor.view(token_ids_BS.numel(), streams, width)

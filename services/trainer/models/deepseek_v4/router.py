@@ -51,7 +51,9 @@ class Router(nn.Module):
             return self.tid2eid[token_ids_T]
         if self.layer in routes.replay:
             return routes.replay[self.layer]
-        return (scores_TE + self.bias).topk(self.top_k, -1).indices
+        # Stable, so that equal scores go to the lower expert whatever the batch.
+        ranked_TE = (scores_TE + self.bias).sort(dim=-1, descending=True, stable=True).indices
+        return ranked_TE[:, : self.top_k]
 
 
 def sqrt_softplus(logits: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What a forward pass hands down to its layers and may bring back: hidden states and routes.
 
-Names follow `shared.models.deepseek_v4.names.trace_points`; nothing is kept unless asked for.
+Names are those of `shared.models.deepseek_v4.names.trace_points`; nothing is kept unless asked for.
 """
 
 from dataclasses import dataclass, field
@@ -10,18 +10,29 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Trace:
-    """Callable tap: `x = trace("attn.q", x)`. `states` None records nothing."""
+    """Hidden states by name, batch rows first; `states` None records nothing.
+
+    Each method returns its value, so that a tap can stand in the middle of an expression.
+    """
 
     states: dict[str, Tensor] | None = None
     prefix: str = ""
+    rows: int = 1
 
     def __call__(self, name: str, value: Tensor) -> Tensor:
+        """A value that has its batch rows first already."""
         if self.states is not None:
-            self.states[self.prefix + name] = value.detach()
+            self.states[self.prefix + name] = value.detach().clone()
         return value
 
-    def at(self, prefix: str) -> "Trace":
-        return self if self.states is None else Trace(self.states, prefix)
+    def flat(self, name: str, value: Tensor) -> Tensor:
+        """A value of flat tokens, `[B · S, …]`."""
+        if self.states is not None:
+            self(name, value.unflatten(0, (self.rows, -1)))
+        return value
+
+    def under(self, prefix: str, *, rows: int) -> "Trace":
+        return self if self.states is None else Trace(self.states, self.prefix + prefix, rows)
 
 
 @dataclass(slots=True)
