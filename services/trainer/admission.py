@@ -59,6 +59,10 @@ class Admission:
         """Open groups that may outlive a step; more of them are its surplus."""
         return math.ceil(self.max_lag * self.groups_per_step * self.oversampling)
 
+    def max_drawn_per_step(self) -> int:
+        """Open groups and those dropped on arrival, together, while one step is collected."""
+        return self.max_settled_per_step() + self.max_carried()
+
     def max_settled_per_step(self) -> int:
         """Groups that may arrive for one step before it is cut short."""
         return math.ceil(self.max_redraws * self.groups_per_step)

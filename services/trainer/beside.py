@@ -27,9 +27,9 @@ async def running_beside(workers: Sequence[Worker], *, goodbye_s: float) -> Asyn
             raise
         except BaseException as err:
             failures.append(err)
-            if not stop.is_set():
-                main.cancel()
-            raise
+            if stop.is_set():
+                raise
+            main.cancel()
 
     tasks = {
         asyncio.create_task(keep(worker), name=getattr(worker, "__qualname__", repr(worker)))
@@ -44,4 +44,16 @@ async def running_beside(workers: Sequence[Worker], *, goodbye_s: float) -> Asyn
         raise failures[0] from None
     finally:
         stop.set()
-        await drain(set(tasks), goodbye_s)
+        await _uninterrupted(asyncio.create_task(drain(set(tasks), goodbye_s)))
+
+
+async def _uninterrupted(task: asyncio.Task[bool]) -> None:
+    """Wait for a task that ends soon, even if we are cancelled, and again, meanwhile."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError

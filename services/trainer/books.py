@@ -51,7 +51,8 @@ CREATE TABLE IF NOT EXISTS steps(
     step INTEGER PRIMARY KEY,
     policy_version INTEGER NOT NULL,
     batch_facts TEXT NOT NULL,
-    result TEXT);
+    result TEXT,
+    told TEXT);
 CREATE TABLE IF NOT EXISTS redo(
     step INTEGER PRIMARY KEY,
     body BLOB NOT NULL);
@@ -219,16 +220,24 @@ class Books:
                     raise BooksViolated(f"{group_id} cannot be trained by step {step}: not open")
             self._db.execute("INSERT INTO redo VALUES (?, ?)", (step, body))
             self._db.execute(
-                "INSERT INTO steps VALUES (?, ?, ?, NULL)",
+                "INSERT INTO steps VALUES (?, ?, ?, NULL, NULL)",
                 (step, policy_version, json.dumps(batch_facts)),
             )
 
-    def finish_step(self, step: int, *, result: Mapping[str, Any], event: Event) -> None:
+    def keep_result(self, step: int, result: Mapping[str, Any]) -> None:
         """Keep what the ranks answered; a second answer (after a replay) changes nothing."""
         with self._writing():
-            changed = self._db.execute(
+            self._db.execute(
                 "UPDATE steps SET result = ? WHERE step = ? AND result IS NULL",
                 (json.dumps(result), step),
+            )
+
+    def tell_step(self, step: int, *, fields: Mapping[str, Any], event: Event) -> None:
+        """Tell once that the step is over."""
+        with self._writing():
+            changed = self._db.execute(
+                "UPDATE steps SET told = ? WHERE step = ? AND told IS NULL",
+                (json.dumps(fields), step),
             ).rowcount
             if changed == 1:
                 self._note_event(event)
@@ -253,13 +262,13 @@ class Books:
     def steps(self, first: int = 1) -> list[Step]:
         with self._lock:
             rows = self._db.execute(
-                "SELECT step, policy_version, batch_facts, result FROM steps"
+                "SELECT step, policy_version, batch_facts, result, told FROM steps"
                 " WHERE step >= ? ORDER BY step",
                 (first,),
             ).fetchall()
         return [
-            Step(step, version, json.loads(facts), json.loads(result) if result else None)
-            for step, version, facts, result in rows
+            Step(step, version, json.loads(facts), _value(result), _value(told))
+            for step, version, facts, result, told in rows
         ]
 
     def redo_steps(self, after: int) -> list[int]:
@@ -370,3 +379,7 @@ class Books:
             Group(draw, group_id, state, version, step, reason, times_fed, bool(arrived))
             for draw, group_id, state, version, step, reason, times_fed, arrived in rows
         ]
+
+
+def _value(text: str | None) -> dict[str, Any] | None:
+    return None if text is None else dict(json.loads(text))

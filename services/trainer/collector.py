@@ -30,6 +30,7 @@ from shared.tasks import wait_for_event
 from shared.telemetry import counter
 
 log = structlog.get_logger()
+BLOCK_S = 0.4
 _MAX_UNACKED_BESIDE_KEPT = 64
 
 
@@ -62,7 +63,8 @@ class Collector:
         self._taken: dict[str, KeptGroup] = {}  # by a step that is not finished yet
         self._changed = asyncio.Event()
         self._session: Session | None = None
-        self._consumer = Consumer(redis, topology.groups(source.job_id), topology.TRAINERS, name)
+        stream = topology.groups(source.job_id)
+        self._consumer = Consumer(redis, stream, topology.TRAINERS, name, block_s=BLOCK_S)
         self._settled = counter(
             "trainer_groups_total", "Groups by what became of them.", ("outcome",)
         )

@@ -124,8 +124,8 @@ class Conductor:
         with watch.part("checkpoint"):
             await self._save_if_due()
         self._on_point("saved")
-        self._note_step(step, result, watch)
-        self._on_point("noted")
+        self._tell_step(step, watch)
+        self._on_point("told")
         self._check_bounds(result)
 
     async def _collect(self) -> list[KeptGroup]:
@@ -178,6 +178,7 @@ class Conductor:
             self._undo(err)
             raise JobPaused(str(err)) from err
         self._ranks_version = self.parts.progress.policy_version
+        self.parts.books.keep_result(step, result)
         return result
 
     def _undo(self, refused: StepRefused) -> None:
@@ -215,9 +216,10 @@ class Conductor:
         if p.progress.step % p.job.checkpoint.every_steps == 0 or not p.progress.steps_left:
             await p.keeper.save(p.progress.step)
 
-    def _note_step(self, step: int, result: dict[str, Any], watch: Stopwatch) -> None:
+    def _tell_step(self, step: int, watch: Stopwatch) -> None:
         p = self.parts
         made = p.books.steps(step)[0]
+        result = made.result or {}
         seconds = watch.total_s
         fields = made.batch_facts | result
         fields |= {
@@ -227,7 +229,7 @@ class Conductor:
             "step_seconds": seconds,
             "tokens_per_s": made.batch_facts["tokens"] / seconds,
         }
-        p.books.finish_step(step, result=fields, event=p.events("step", **fields))
+        p.books.tell_step(step, fields=fields, event=p.events("step", **fields))
         p.record.flush_journal()
         histogram("trainer_step_seconds", "Duration of a step.").observe(seconds)
         gauge("trainer_step", "Steps taken.").set(step)
@@ -265,9 +267,10 @@ class Conductor:
             raise JobPaused(str(err)) from err
         self._ranks_version = p.progress.policy_version
         for made in p.books.steps(p.progress.step):
-            if made.result is None:  # the batch was durable, its result was not
-                watch = Stopwatch()
-                self._note_step(made.step, await p.keeper.train(made.step), watch)
+            if made.result is None:  # the batch was durable; now the ranks have trained it
+                p.books.keep_result(made.step, await p.keeper.train(made.step))
+            if made.told is None:
+                self._tell_step(made.step, Stopwatch())
 
     def _read_progress(self) -> None:
         p = self.parts

@@ -46,12 +46,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Step `step` made policy `policy_version`; `result` is None until the ranks answered."""
+    """Step `step` made policy `policy_version`.
+
+    `result` is None until the ranks answered, `told` (the event's fields) until all was done.
+    """
 
     step: int
     policy_version: int
     batch_facts: dict[str, Any]
     result: dict[str, Any] | None
+    told: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)

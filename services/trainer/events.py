@@ -29,7 +29,7 @@ from shared.telemetry import now_s
 
 log = structlog.get_logger()
 EVENTS_FILE = "events.jsonl"
-BLOCK_S = 1.0
+BLOCK_S = 0.4
 OnEvent = Callable[[Event], Awaitable[None]]
 
 

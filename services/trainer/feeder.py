@@ -79,7 +79,10 @@ class Feeder:
 
     def _draw_for_free_slots(self) -> list[PromptGroup]:
         num_open = self._books.num_open()
-        num_free = self._admission.max_open(self._progress) - num_open
+        num_free = min(
+            self._admission.max_open(self._progress) - num_open,
+            self._admission.max_drawn_per_step() - num_open - self._num_dropped_meanwhile(),
+        )
         first = draw = self._books.next_draw()
         draws: list[Draw] = []
         groups: list[PromptGroup] = []
@@ -101,6 +104,10 @@ class Feeder:
         if draws:
             self._books.record_draws(draws)
         return groups
+
+    def _num_dropped_meanwhile(self) -> int:
+        """Groups that came for the step being collected and could not be used."""
+        return self._books.dropped_during(self._progress.step + 1).num_groups
 
     def _entry(self, draw: int, version: int, drawn: PromptGroup | TooLong) -> Draw:
         name = group_id(self._source.job_id, draw)

@@ -59,7 +59,7 @@ class Watch:
     ) -> None:
         """Until `stop`: notice a broker that was restarted, buried messages, and long silence."""
         while not stop.is_set():
-            if await self._broker_restarted():
+            if await self._broker_forgot():
                 await announce_again()
                 await self.audit()
             await self._look()
@@ -91,13 +91,13 @@ class Watch:
             for stage, (stream, group) in work_streams(self._job_id).items()
         }
 
-    async def _broker_restarted(self) -> bool:
-        """Whether it is another process than last time: some of its memory may be gone."""
+    async def _broker_forgot(self) -> bool:
+        """Whether it is another process than last time, or lacks what it was told."""
         broker = str((await self._redis.info("server"))["run_id"])
         before, self._broker = self._broker, broker
-        if before in (None, broker):
+        if before in (None, broker) and await self._redis.exists(topology.JOB_CURRENT):
             return False
-        log.warning("broker_restarted")
+        log.warning("broker_forgot", restarted=before != broker)
         return True
 
     async def _look(self) -> None:

@@ -28,6 +28,7 @@ from shared.tasks import end
 
 log = structlog.get_logger()
 JOB_FILE = "job.json"
+CLOSE_S = 5.0  # what a cancelled conductor may need beyond its loops' goodbye
 MAX_ATTEMPTS = 4  # times that the process may die in a row without the job making a step
 BeginRanks = Callable[[StoredJob, Path], StartRanks]
 
@@ -118,7 +119,7 @@ class JobRunner:
             ended, error = "failed", f"{type(err).__name__}: {err}"
         finally:
             self.active = None
-            await end(running, within_s=self._config.conductor.goodbye_s)
+            await end(running, within_s=self._config.conductor.goodbye_s + CLOSE_S)
             await conductor.close(ended, error=error)
         if ended is not None:
             await self._write_report(job.job_id)

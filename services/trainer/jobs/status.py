@@ -36,16 +36,16 @@ def _progress(path: Path) -> dict[str, Any]:
     books = Books(path)
     try:
         made = books.steps(max(1, books.last_step() - 1))  # the newest may not be trained yet
-        done = [step for step in made if step.result is not None]
-        result: dict[str, Any] = (done[-1].result or {}) if done else {}
+        done = [step for step in made if step.told is not None]
+        told: dict[str, Any] = (done[-1].told or {}) if done else {}
         return {
             "step": done[-1].step if done else 0,
             "policy_version": done[-1].policy_version if done else 0,
             "counts": books.counts(),
             "last": {
-                name: float(result[field])
+                name: float(told[field])
                 for name, field in LAST.items()
-                if result.get(field) is not None
+                if told.get(field) is not None
             },
         }
     finally:

@@ -110,9 +110,12 @@ def test_steps_follow_each_other(books: Books) -> None:
 
 def test_result_of_a_step_is_kept_once(books: Books) -> None:
     commit(books, 1, open_groups(books, 1))
-    books.finish_step(1, result={"loss": 1.0}, event=event("step", step=1))
-    books.finish_step(1, result={"loss": 2.0}, event=event("step", step=1))
-    assert [step.result for step in books.steps()] == [{"loss": 1.0}]
+    for loss in (1.0, 2.0):
+        books.keep_result(1, {"loss": loss})
+        books.tell_step(1, fields={"loss": loss, "wait": 0.1}, event=event("step", step=1))
+    (step,) = books.steps()
+    assert step.result == {"loss": 1.0}
+    assert step.told == {"loss": 1.0, "wait": 0.1}
     assert [body["name"] for _, body in books.journal(0)] == ["step"]
 
 
@@ -133,7 +136,7 @@ def test_refused_step_drops_its_groups(books: Books) -> None:
     assert books.redo_steps(0) == []
     assert books.counts()["dropped:bad_logprobs"] == 2
     commit(books, 1, open_groups(books, 1))
-    books.finish_step(1, result={}, event=event("step"))
+    books.keep_result(1, {})
     with pytest.raises(BooksViolated, match="cannot be refused any more"):
         books.refuse_step(1, reason="bad_logprobs", events=[])
 

@@ -1,0 +1,470 @@
+"""Everything around a conductor, as fakes on a real broker: ranks, servers, graders, evaluators.
+
+The fake policy is a chain of digests: two runs that trained the same batches in the same order hold
+the same weights, and only those.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import xxhash
+from fastapi import FastAPI, HTTPException
+from redis.asyncio import Redis
+
+from services.trainer.assembly import assemble
+from services.trainer.conductor import Conductor
+from services.trainer.config import ConductorConfig
+from services.trainer.prompts import PromptSource
+from services.trainer.ranks import RanksLost
+from shared import topology
+from shared.data import Row
+from shared.errors import Rejected, Retryable
+from shared.http import HttpClient
+from shared.job import Job
+from shared.messages import (
+    EvalRequested,
+    Event,
+    JobAnnounced,
+    Outcome,
+    PromptGroup,
+    Rollout,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+    TrainingBatch,
+    VersionSpan,
+    WeightsAnnounced,
+)
+from shared.registry import Replica, register, unregister
+from shared.streams import Consumer, announce, publish
+from shared.tasks import end, wait_for_event
+from shared.weights.manifest import MANIFEST_FILE, Manifest, ShardEntry, TensorEntry, shard_file
+from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
+
+JOB_ID = "test-0000"
+FIRST_WEIGHTS = hashlib.sha256(b"first").digest()
+Grade = Callable[[PromptGroup, int], Outcome]
+
+
+class Crash(Exception):
+    """The conductor's process dies here."""
+
+
+def make_job(**sections: dict[str, Any]) -> Job:
+    document: dict[str, Any] = {
+        "name": "test",
+        "steps": 4,
+        "seed": 7,
+        "model": {"rollout_checkpoint": "/nowhere"},
+        "data": {"path": "/nowhere/rows.jsonl"},
+        "sampling": {
+            "groups_per_step": 3,
+            "samples_per_prompt": 2,
+            "context_length": 64,
+            "max_response_tokens": 8,
+        },
+        "update": {"probe_sequences": 1, "deadline_s": 5.0},
+        "checkpoint": {"every_steps": 2, "keep_last": 1},
+        "bounds": {"step_deadline_s": 20.0},
+    }
+    for name, fields in sections.items():
+        document[name] = document.get(name, {}) | fields if isinstance(fields, dict) else fields
+    return Job.model_validate(document)
+
+
+def make_source(job: Job, *, rows: Sequence[str] | None = None, job_id: str = JOB_ID):
+    texts = rows or [f"problem {i}" for i in range(10)]
+    return PromptSource(
+        job_id,
+        job,
+        [Row(i, text, text, str(i), f"rows, line {i + 1}") for i, text in enumerate(texts)],
+        lambda text: list(text.encode()),
+        [0],
+        256,
+    )
+
+
+@dataclass
+class FakeRanks:
+    """Ranks whose weights are a digest of all that they were trained on."""
+
+    history: list[tuple[int, list[str]]]
+    faults: list[str]  # "train_step:2" loses the ranks at the next second step they are asked for
+    refuse_steps: set[int]
+    drift: float = 0.01
+    weights: bytes = FIRST_WEIGHTS
+    step: int = 0
+    salt: bytes = b""  # other than empty: replays are not bit-exact
+
+    async def load(self, path: Path) -> int:
+        saved = json.loads((path / "complete.json").read_text())
+        self.weights, self.step = bytes.fromhex(saved["weights"]), saved["step"]
+        return self.step
+
+    async def train_step(self, batch: bytes) -> dict[str, Any]:
+        unpacked = TrainingBatch.unpack(batch)
+        self._fault(f"train_step:{unpacked.step}")
+        if unpacked.step in self.refuse_steps:
+            self.refuse_steps.discard(unpacked.step)
+            raise Rejected("too many unusable log-probabilities")
+        assert unpacked.step == self.step + 1
+        self.step += 1
+        self.weights = hashlib.sha256(self.weights + batch + self.salt).digest()
+        self.history.append((self.step, unpacked.group_ids))
+        return {"delta_logprob_mean": self.drift, "loss": 0.5, "seconds": {"optimizer": 0.0}}
+
+    async def export(self, policy_version: int, path: Path) -> dict[str, Any]:
+        self._fault(f"export:{policy_version}")
+        digest = xxhash.xxh3_128(self.weights).hexdigest()
+        (path / shard_file(0)).write_bytes(self.weights)
+        tensor = TensorEntry(
+            name="w", shape=[32], dtype="I8", shard=0, offset=0, num_bytes=32, checksum=digest
+        )
+        manifest = Manifest(
+            job_id=JOB_ID,
+            policy_version=policy_version,
+            shards=[ShardEntry(index=0, num_bytes=32, checksum=digest)],
+            tensors=[tensor],
+        )
+        (path / MANIFEST_FILE).write_text(manifest.model_dump_json())
+        return {}
+
+    async def save(self, step: int, path: Path) -> dict[str, Any]:
+        self._fault(f"save:{step}")
+        os.makedirs(path, exist_ok=True)  # noqa: PTH103
+        saved = {"weights": self.weights.hex(), "step": self.step}
+        (path / "complete.json").write_text(json.dumps(saved))
+        return {}
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float
+    ) -> list[list[float]]:
+        return [[-1.0] * (len(ids) - 1) for ids in sequences]
+
+    async def stop(self) -> None:
+        return None
+
+    def _fault(self, point: str) -> None:
+        if point in self.faults:
+            self.faults.remove(point)
+            raise RanksLost(f"killed at {point}")
+
+
+class FakeServer:
+    """A rollout replica: the update transaction over HTTP, and a worker that samples."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self.world = world
+        self.name = name
+        self.url = f"http://{name}"
+        self.pid = os.getpid()
+        self.version: int | None = None
+        self.weights: dict[int, bytes] = {}  # every version that it ever served
+        self.staged: dict[int, bytes] = {}
+        self.fail_commits = 0
+        self.frozen = False  # its HTTP answers nothing in time
+        self.samples = True
+        self.app = self._build_app()
+        self._stop = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        await self._register()
+        worker = self._sample if self.samples else self._stop.wait
+        self._tasks = [asyncio.create_task(self._keep_registered()), asyncio.create_task(worker())]
+
+    async def kill(self) -> None:
+        """Gone without a word, weights and all; its lease is taken away at once."""
+        self._stop.set()
+        for task in self._tasks:
+            await end(task)
+        await unregister(self.world.redis, "rollout", self.name)
+
+    async def _register(self) -> None:
+        await register(
+            self.world.redis,
+            Replica(
+                service="rollout",
+                name=self.name,
+                url=self.url,
+                pid=self.pid,
+                job_id=JOB_ID,
+                state="waiting_for_weights" if self.version is None else "serving",
+                policy_version=self.version,
+            ),
+        )
+
+    async def _keep_registered(self) -> None:
+        while not self._stop.is_set():
+            await self._register()
+            await wait_for_event(self._stop, 0.2)
+
+    async def _sample(self) -> None:
+        consumer = Consumer(
+            self.world.redis,
+            topology.prompts(JOB_ID),
+            topology.SAMPLERS,
+            self.name,
+            block_s=0.1,
+            retry_s=0.05,
+        )
+        await consumer.run(self._sample_one, stop=self._stop, concurrency=2, drain_s=1.0)
+
+    async def _sample_one(self, body: bytes) -> None:
+        prompt = PromptGroup.unpack(body)
+        held = await self.world.redis.hget(topology.holds(JOB_ID), self.name)
+        current = await self.world.redis.get(topology.weights_current(JOB_ID))
+        newest = WeightsAnnounced.unpack(current).policy_version if current else 0
+        served = self.version
+        if served is None or held is not None or served < max(newest, prompt.min_policy_version):
+            raise Retryable("not yet")
+        await asyncio.sleep(self.world.sampling_s)
+        await publish(
+            self.world.redis,
+            topology.rollouts(JOB_ID),
+            sampled(prompt, served, replica=self.name).pack(),
+        )
+
+    def _build_app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.get("/v1/info")
+        async def info() -> dict[str, Any]:
+            await self._freeze()
+            return {"policy_version": self.version, "job_id": JOB_ID}
+
+        @app.post("/v1/weights/updates", status_code=202)
+        async def begin(asked: BeginUpdate) -> UpdateStatus:
+            await self._freeze()
+            if self.version is not None and asked.version <= self.version:
+                raise HTTPException(409, f"{self.version} is served")
+            path = self.world.run_dir / "weights" / f"v{asked.version:08d}" / shard_file(0)
+            content = path.read_bytes()
+            assert xxhash.xxh3_128(content).hexdigest() == asked.manifest.shards[0].checksum
+            self.staged[asked.version] = content
+            return UpdateStatus(version=asked.version, state="staging", total_bytes=32)
+
+        @app.get("/v1/weights/updates/{version}")
+        async def progress(version: int) -> UpdateStatus:
+            await self._freeze()
+            return UpdateStatus(version=version, state="staged", staged_bytes=32, total_bytes=32)
+
+        @app.post("/v1/weights/updates/{version}/commit")
+        async def commit(version: int, asked: CommitUpdate) -> CommitResult:
+            await self._freeze()
+            if self.fail_commits:
+                self.fail_commits -= 1
+                raise HTTPException(500, "the probe failed")
+            assert asked.probe is not None
+            self.world.commits.append((self.name, version))
+            self.version = version
+            self.weights[version] = self.staged.pop(version)
+            await self._register()
+            phases = dict.fromkeys(("pause_s", "load_s", "restore_s", "probe_s", "resume_s"), 0.0)
+            return CommitResult(
+                version=version, effective_checksum="0" * 32, probe_mean_abs_delta=0.0, **phases
+            )
+
+        @app.delete("/v1/weights/updates/{version}")
+        async def abort(version: int) -> None:
+            self.staged.pop(version, None)
+
+        return app
+
+    async def _freeze(self) -> None:
+        if self.frozen:
+            await asyncio.sleep(60)
+
+
+def sampled(prompt: PromptGroup, version: int, *, replica: str = "rollout-0") -> RolloutGroup:
+    """The completions of a prompt: a function of its seed and the version."""
+    rollouts = []
+    for index in range(prompt.num_samples):
+        noise = np.random.default_rng([prompt.seed, index, version])
+        token_ids = noise.integers(1, 256, size=4)
+        rollouts.append(
+            Rollout(
+                rollout_id=f"{prompt.group_id}.{index}",
+                response_token_ids=token_ids,
+                logprobs=-noise.random(4),
+                version_spans=[VersionSpan(policy_version=version, num_tokens=4)],
+                finish_reason="stop",
+                text=f"{index}",
+            )
+        )
+    return RolloutGroup(
+        prompt=prompt, replica=replica, rollouts=rollouts, sampled_at_s=0.0, sampling_s=0.0
+    )
+
+
+def graded(group: RolloutGroup, grade: Grade) -> ScoredGroup:
+    outcomes = [grade(group.prompt, index) for index in range(group.prompt.num_samples)]
+    return ScoredGroup(group=group, outcomes=outcomes, grading_s=0.0)
+
+
+def alternating(prompt: PromptGroup, index: int) -> Outcome:
+    """Every fourth draw is all wrong; the others differ within the group."""
+    return Score(value=0.0 if prompt.draw % 4 == 3 else float(index % 2))
+
+
+@dataclass
+class World:
+    redis: Redis
+    run_dir: Path
+    job: Job
+    source: PromptSource
+    grade: Grade = alternating
+    sampling_s: float = 0.0
+    history: list[tuple[int, list[str]]] = field(default_factory=list)
+    rank_faults: list[str] = field(default_factory=list)
+    refuse_steps: set[int] = field(default_factory=set)
+    commits: list[tuple[str, int]] = field(default_factory=list)
+    servers: dict[str, FakeServer] = field(default_factory=dict)
+    evaluated: list[tuple[str, int, dict[str, int]]] = field(default_factory=list)
+    answer_evals: bool = True
+    drift: float = 0.01
+    salt: bytes = b""
+    ranks: FakeRanks | None = None
+    config: ConductorConfig = field(
+        default_factory=lambda: ConductorConfig(settle_grace_s=0.5, quiet_s=1.0, goodbye_s=3.0)
+    )
+
+    async def add_server(self, name: str, **traits: Any) -> FakeServer:
+        server = FakeServer(self, name)
+        for trait, value in traits.items():
+            setattr(server, trait, value)
+        self.servers[name] = server
+        await server.start()
+        return server
+
+    async def grade_forever(self, stop: asyncio.Event) -> None:
+        async def handle(body: bytes) -> None:
+            group = RolloutGroup.unpack(body)
+            scored = graded(group, self.grade).pack()
+            await publish(self.redis, topology.groups(JOB_ID), scored)
+
+        stream, name = topology.rollouts(JOB_ID), "grader"
+        consumer = Consumer(self.redis, stream, topology.GRADERS, name, block_s=0.1)
+        await consumer.run(handle, stop=stop, concurrency=4, drain_s=1.0)
+
+    async def evaluate_forever(self, stop: asyncio.Event) -> None:
+        async def handle(body: bytes) -> None:
+            asked = EvalRequested.unpack(body)
+            holds = await self.redis.hgetall(topology.holds(JOB_ID))
+            pinned = {name.decode(): int(version) for name, version in holds.items()}
+            self.evaluated.append((asked.eval_id, asked.policy_version, pinned))
+            if self.answer_evals:
+                await self.tell("eval_finished", eval_id=asked.eval_id, pass_at_k={"1": 0.5})
+
+        stream, name = topology.evals(JOB_ID), "evaluator"
+        consumer = Consumer(self.redis, stream, topology.EVALUATORS, name, block_s=0.1)
+        await consumer.run(handle, stop=stop, drain_s=1.0)
+
+    async def tell(self, name: str, **fields: Any) -> None:
+        event = Event(
+            name=name, job_id=JOB_ID, service="test", replica="t", at_s=1.0, fields=fields
+        )
+        await announce(self.redis, topology.events(JOB_ID), event.pack())
+
+    def conductor(self, *, crash_at: list[str] | None = None) -> Conductor:
+        """A new one, as a new process would make it. `crash_at` loses the points that were hit."""
+        points = crash_at if crash_at is not None else []
+
+        def on_point(point: str) -> None:
+            if points and points[0] == point:
+                points.pop(0)
+                raise Crash(point)
+
+        async def start_ranks() -> FakeRanks:
+            self.ranks = FakeRanks(
+                self.history, self.rank_faults, self.refuse_steps, self.drift, salt=self.salt
+            )
+            return self.ranks
+
+        parts = assemble(
+            self.redis,
+            source=self.source,
+            run_dir=self.run_dir,
+            start_ranks=start_ranks,
+            http=HttpClient(attempts=1, transport=_ToServers(self)),
+            trainer_url="http://trainer",
+            replica="trainer-0",
+            config=self.config,
+        )
+        return Conductor(parts, on_point=on_point)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Fields of the events of that name in the run's file."""
+        lines = (self.run_dir / "events.jsonl").read_text().splitlines()
+        bodies = [json.loads(line) for line in lines]
+        return [body["fields"] for body in bodies if body["name"] == name]
+
+    async def announced(self) -> JobAnnounced:
+        body = await self.redis.get(topology.JOB_CURRENT)
+        return JobAnnounced.unpack(body)
+
+
+class _ToServers(httpx.AsyncBaseTransport):
+    """Requests reach the fake server that the address names."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        server = self._world.servers.get(request.url.host)
+        if server is None:
+            raise httpx.ConnectError(f"no {request.url.host}")
+        timeout_s = request.extensions["timeout"]["read"]
+        try:
+            async with asyncio.timeout(min(timeout_s, 1.0) if server.frozen else timeout_s):
+                return await httpx.ASGITransport(server.app).handle_async_request(request)
+        except TimeoutError as err:
+            raise httpx.ReadTimeout("no answer") from err
+
+
+@contextlib.asynccontextmanager
+async def running_world(
+    redis: Redis, run_dir: Path, *, job: Job, rows: Sequence[str] | None = None, servers: int = 1
+) -> AsyncIterator[World]:
+    """Servers, a grader and an evaluator for conductors of `job`."""
+    os.makedirs(run_dir)  # noqa: PTH103
+    world = World(redis, run_dir, job, make_source(job, rows=rows))
+    stop = asyncio.Event()
+    loops: list[Callable[[asyncio.Event], Awaitable[None]]] = [
+        world.grade_forever,
+        world.evaluate_forever,
+    ]
+    tasks = [asyncio.create_task(loop(stop)) for loop in loops]
+    for index in range(servers):
+        await world.add_server(f"rollout-{index}")
+    try:
+        yield world
+    finally:
+        stop.set()
+        for server in world.servers.values():
+            await server.kill()
+        for task in tasks:
+            await end(task)
+
+
+async def run_to_end(world: World, *, crash_at: list[str] | None = None) -> int:
+    """Run conductors until one comes to the job's end; how many it took."""
+    for attempt in range(1, 30):
+        conductor = world.conductor(crash_at=crash_at)
+        try:
+            await asyncio.wait_for(conductor.run(), 40)
+        except Crash:
+            await conductor.close(None)
+        else:
+            await conductor.close("finished")
+            return attempt
+    raise AssertionError("it never ends")

@@ -1,0 +1,407 @@
+"""A whole job on fakes at the heavy seams and a real broker: the books must balance."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.conductor import JobPaused
+from shared import topology
+from shared.errors import Rejected
+from shared.messages import Outcome, PromptGroup, RolloutGroup, Score
+from shared.streams import Consumer, publish
+from shared.tasks import end
+from tests.integration.conductor_world import (
+    JOB_ID,
+    Crash,
+    World,
+    alternating,
+    graded,
+    make_job,
+    run_to_end,
+    running_world,
+)
+
+POINTS = ["packed", "committed", "trained", "acked", "exported", "published", "saved", "told"]
+
+
+def check_books(world: World) -> Books:
+    """Every drawn group is settled, once; the ranks trained what the books say."""
+    books = Books(world.run_dir / BOOKS_FILE)
+    counts = books.counts()
+    steps = world.job.steps
+    assert counts["open"] == 0
+    assert counts["trained"] == steps * world.job.sampling.groups_per_step
+    assert counts["trained"] + counts["dropped"] + counts["skipped"] == books.next_draw()
+    assert [step.step for step in books.steps()] == list(range(1, steps + 1))
+    by_step = dict(world.history)
+    for step in range(1, steps + 1):
+        assert by_step[step] == [group.group_id for group in books.groups_of_step(step)]
+    trained = Counter(name for names in by_step.values() for name in names)
+    assert set(trained.values()) == {1}
+    return books
+
+
+async def check_streams_empty(redis: Redis) -> None:
+    for stream in (topology.prompts(JOB_ID), topology.rollouts(JOB_ID), topology.groups(JOB_ID)):
+        assert await redis.xlen(stream) == 0, stream
+        assert await redis.xlen(topology.dead(stream)) == 0, stream
+
+
+async def test_job_trains_every_group_once(redis: Redis, tmp_path: Path) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=2) as world:
+        assert await run_to_end(world) == 1
+        check_books(world)
+        steps = world.events("step")
+        assert [step["step"] for step in steps] == [1, 2, 3, 4]
+        assert [step["policy_version"] for step in steps] == [1, 2, 3, 4]
+        assert all(step["lag_max"] == 0 for step in steps)
+        assert {"wait", "pack", "export", "publish", "checkpoint"} <= set(steps[0]["seconds"])
+        dropped = world.events("group_dropped")
+        assert {event["reason"] for event in dropped} == {"no_variance_all_wrong"}
+        for server in world.servers.values():
+            assert server.version == 4
+            assert server.weights[4] == world.ranks.weights
+        assert [event["policy_version"] for event in world.events("weights_published")] == [
+            0,
+            1,
+            2,
+            3,
+            4,
+        ]
+        assert (await world.announced()).state == "finished"
+        await check_streams_empty(redis)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_conductor_that_dies_at_every_point_trains_every_group_once(
+    redis: Redis, tmp_path: Path, max_lag: int
+) -> None:
+    job = make_job(algorithm={"max_lag": max_lag}, steps=10)
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        assert await run_to_end(world, crash_at=list(POINTS)) == len(POINTS) + 1
+        check_books(world).close()
+        steps = world.events("step")
+        assert [step["step"] for step in steps] == list(range(1, 11))
+        assert all(step["lag_max"] <= max_lag for step in steps)
+        await check_streams_empty(redis)
+
+
+async def test_same_groups_give_the_same_weights_whoever_dies(redis: Redis, tmp_path: Path) -> None:
+    """Ranks, conductor and servers die in one run and not in the other."""
+    weights = []
+    for name in ("calm", "stormy"):
+        await redis.flushall()
+        async with running_world(redis, tmp_path / name, job=make_job(steps=5)) as world:
+            crash_at: list[str] = []
+            if name == "stormy":
+                world.rank_faults += ["train_step:2", "export:3", "save:4", "train_step:5"]
+                crash_at = ["committed", "acked", "exported"]
+            await run_to_end(world, crash_at=crash_at)
+            check_books(world).close()
+            assert not world.rank_faults
+            weights.append(world.ranks.weights)
+            if name == "stormy":
+                assert len(world.events("rank_restarted")) == 4
+    assert weights[0] == weights[1]
+
+
+async def test_replay_that_makes_other_weights_is_another_version(
+    redis: Redis, tmp_path: Path
+) -> None:
+    job = make_job(checkpoint={"every_steps": 50})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        crashing = world.conductor(crash_at=["acked", "saved"])
+        with pytest.raises(Crash):
+            await crashing.run()
+        await crashing.close(None)
+        crashing = world.conductor(crash_at=["saved"])
+        with pytest.raises(Crash):
+            await crashing.run()
+        await crashing.close(None)
+        served = dict(world.servers["rollout-0"].weights)
+        assert sorted(served) == [0, 1, 2]
+        world.salt = b"another machine"
+        await run_to_end(world)
+        server = world.servers["rollout-0"]
+        assert {version: server.weights[version] for version in served} == served
+        assert sorted(server.weights) == [0, 1, 2, 3, 4, 5]  # 3 is step 2 once more
+        assert [step["policy_version"] for step in world.events("step")] == [1, 2, 4, 5]
+        check_books(world).close()
+
+
+async def test_duplicates_are_refused_and_counted(redis: Redis, tmp_path: Path) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        seen = 0
+
+        async def grade_twice(stop: asyncio.Event) -> None:
+            async def handle(body: bytes) -> None:
+                nonlocal seen
+                scored = graded(RolloutGroup.unpack(body), world.grade).pack()
+                seen += 1
+                await publish(redis, topology.groups(JOB_ID), scored)
+                await publish(redis, topology.groups(JOB_ID), scored)
+
+            name = topology.rollouts(JOB_ID)
+            consumer = Consumer(redis, name, topology.GRADERS, "twice", block_s=0.1)
+            await consumer.run(handle, stop=stop)
+
+        stop = asyncio.Event()
+        twice = asyncio.create_task(grade_twice(stop))
+        await run_to_end(world)
+        stop.set()
+        await twice
+        check_books(world).close()
+        refused = world.events("duplicate_refused")
+        assert 0 < len(refused) <= seen
+        assert {event["settled_as"] for event in refused} <= {"trained", "dropped", "open"}
+
+
+async def test_broker_that_forgets_everything_is_told_again(redis: Redis, tmp_path: Path) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=6)) as world:
+        world.sampling_s = 0.05
+        running = asyncio.create_task(run_to_end(world))
+        for version in (2, 4):
+            await until(lambda: world.servers["rollout-0"].version == version)  # noqa: B023
+            await redis.flushall()
+        await running
+        check_books(world).close()
+        assert [step["step"] for step in world.events("step")] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_late_and_restarted_servers_get_the_current_version(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=8)) as world:
+        world.sampling_s = 0.05
+        running = asyncio.create_task(run_to_end(world))
+        await until(lambda: world.servers["rollout-0"].version == 1)
+        late = await world.add_server("rollout-1")
+        await until(lambda: late.version is not None)
+        assert min(late.weights) >= 1
+        await world.servers["rollout-0"].kill()
+        again = await world.add_server("rollout-0", pid=1)
+        await until(lambda: again.version is not None)
+        await running
+        assert again.version == late.version == 8
+        assert again.weights[8] == late.weights[8] == world.ranks.weights
+        check_books(world).close()
+
+
+async def test_server_that_fails_or_hangs_costs_the_others_nothing(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=5)) as world:
+        failing = await world.add_server("rollout-1", fail_commits=2)
+        hanging = await world.add_server("rollout-2", frozen=True, samples=False)
+        await run_to_end(world)
+        check_books(world).close()
+        failed = world.events("update_failed")
+        assert {event["server"] for event in failed} == {"rollout-1", "rollout-2"}
+        assert sum(event["server"] == "rollout-1" for event in failed) == 2
+        assert any("the probe failed" in event["error"] for event in failed)
+        backoffs = [event["retry_in_s"] for event in failed if event["server"] == "rollout-2"]
+        assert backoffs == sorted(backoffs)
+        assert failing.version is not None
+        assert hanging.version is None
+
+
+async def test_first_commit_of_a_version_goes_alone(redis: Redis, tmp_path: Path) -> None:
+    """No server accepts version 1 at first: it reaches one at a time, and nobody trains on it."""
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=1), servers=3) as world:
+        for server in world.servers.values():
+            server.fail_commits = 1
+        await run_to_end(world)
+        assert len(world.events("update_failed")) == 3
+        assert all(server.version == 1 for server in world.servers.values())
+        check_books(world).close()
+
+
+async def test_evaluated_versions_are_pinned(redis: Redis, tmp_path: Path) -> None:
+    section = {
+        "suite": "s",
+        "data": {"path": "/nowhere"},
+        "every_steps": 2,
+        "max_response_tokens": 8,
+        "deadline_s": 20.0,
+    }
+    job = make_job(steps=5, eval=section)
+    async with running_world(redis, tmp_path / "run", job=job, servers=2) as world:
+        crash_at = ["published", "committed"]
+        await run_to_end(world, crash_at=crash_at)
+        books = check_books(world)
+        assert [(one.policy_version, one.state) for one in books.evals()] == [
+            (version, "finished") for version in (0, 2, 4, 5)
+        ]
+        books.close()
+        assert {version for _, version, _ in world.evaluated} == {0, 2, 4, 5}
+        for _, version, holds in world.evaluated:
+            assert version in holds.values()
+        assert await redis.exists(topology.holds(JOB_ID)) == 0
+        assert all(server.version == 5 for server in world.servers.values())
+
+
+async def test_evaluation_without_an_answer_is_given_up(redis: Redis, tmp_path: Path) -> None:
+    section = {
+        "suite": "s",
+        "data": {"path": "/nowhere"},
+        "every_steps": 10,
+        "max_response_tokens": 8,
+        "deadline_s": 1.0,
+    }
+    async with running_world(redis, tmp_path / "run", job=make_job(eval=section)) as world:
+        world.answer_evals = False
+        await run_to_end(world)
+        failed = world.events("eval_failed")
+        assert [event["policy_version"] for event in failed] == [0, 4]
+        assert all("deadline" in event["error"] for event in failed)
+        check_books(world).close()
+
+
+async def test_paused_job_goes_on_where_it_was(redis: Redis, tmp_path: Path) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=6)) as world:
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await until(lambda: world.servers["rollout-0"].version == 3)
+        conductor.pause_asked.set()
+        with pytest.raises(JobPaused, match="on request"):
+            await running
+        await conductor.close("paused", error="paused on request")
+        paused_at = len(world.history)
+        assert 3 <= paused_at < 6
+        assert (await world.announced()).state == "finished"
+        assert (tmp_path / f"run/checkpoints/step{paused_at:08d}").exists()
+        await run_to_end(world)
+        check_books(world).close()
+        assert [step for step, _ in world.history] == [1, 2, 3, 4, 5, 6]  # nothing was replayed
+
+
+async def test_cancelled_job_leaves_nothing_running(redis: Redis, tmp_path: Path) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=1000)) as world:
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await until(lambda: world.servers["rollout-0"].version == 2)
+        await end(running)
+        await conductor.close("cancelled")
+        assert world.events("job_finished")[-1]["state"] == "cancelled"
+        assert (await world.announced()).state == "finished"
+        names = [str(task.get_coro()) for task in asyncio.all_tasks()]
+        assert not [name for name in names if "Publisher" in name or "running_beside" in name]
+        assert 0 < await redis.ttl(topology.groups(JOB_ID)) <= 3600
+
+
+async def test_refused_step_is_undone(redis: Redis, tmp_path: Path) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        world.refuse_steps.add(2)
+        conductor = world.conductor()
+        with pytest.raises(JobPaused, match="step 2 was refused: too many unusable"):
+            await conductor.run()
+        await conductor.close("paused")
+        await run_to_end(world)
+        books = check_books(world)
+        assert books.counts()["dropped:refused"] == 3
+        books.close()
+
+
+async def test_drift_beyond_its_bound_pauses_the_job(redis: Redis, tmp_path: Path) -> None:
+    job = make_job(bounds={"max_mean_abs_delta_logprob": 0.2})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.drift = 0.5
+        conductor = world.conductor()
+        with pytest.raises(JobPaused, match=r"0\.5, above bounds\.max_mean_abs_delta_logprob = 0"):
+            await conductor.run()
+        await conductor.close("paused")
+        assert len(world.events("step")) == 1
+
+
+async def test_job_without_a_trainable_group_stops_with_reasons(
+    redis: Redis, tmp_path: Path
+) -> None:
+    job = make_job(sampling={"max_redraws": 2.0})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.grade = lambda prompt, index: Score(value=1.0)
+        conductor = world.conductor()
+        with pytest.raises(JobPaused, match=r"6 groups .* none can be .* \d no_variance_all_right"):
+            await conductor.run()
+        await conductor.close("paused")
+
+
+async def test_step_is_cut_short_when_redraws_are_used_up(redis: Redis, tmp_path: Path) -> None:
+    job = make_job(steps=1, sampling={"max_redraws": 2.0})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.grade = lambda prompt, index: Score(value=float(prompt.draw == 2 and index))
+        await run_to_end(world)
+        (step,) = world.events("step")
+        assert step["groups"] == 1
+        assert step["reward_raw"] == pytest.approx(1 / 12)
+        assert step["reward_trained"] == pytest.approx(0.5)
+
+
+async def test_stuck_step_says_who_it_waits_for(redis: Redis, tmp_path: Path) -> None:
+    job = make_job(bounds={"step_deadline_s": 1.5}, update={"deadline_s": 0.5})
+    async with running_world(redis, tmp_path / "run", job=job, servers=0) as world:
+        await world.add_server("rollout-0", frozen=True, samples=False)
+        conductor = world.conductor()
+        with pytest.raises(JobPaused) as stuck:
+            await conductor.run()
+        await conductor.close("paused")
+    text = str(stuck.value)
+    assert "waited 1.5 s for the groups of step 1: 0 of 3 groups are there" in text
+    assert "prompts 3, rollouts 0, groups 0" in text
+    assert "rollout-0: " in text
+    assert "failed updates" in text
+
+
+async def test_poison_is_buried_and_its_group_replaced(redis: Redis, tmp_path: Path) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        poisoned: set[int] = set()
+
+        def grade(prompt: PromptGroup, index: int) -> Outcome:
+            if prompt.draw in (1, 5):
+                poisoned.add(prompt.draw)
+                raise Rejected("cannot be graded")
+            return alternating(prompt, index)
+
+        world.grade = grade
+        await redis.xadd(topology.groups(JOB_ID), {b"body": b"\xff\x00 no message"})
+        await redis.xadd(topology.prompts(JOB_ID), {b"body": b"\xff\x00 no message"})
+        await run_to_end(world)
+        books = check_books(world)
+        assert books.counts()["dropped:buried"] == len(poisoned) == 2
+        books.close()
+        assert await redis.xlen(topology.dead(topology.groups(JOB_ID))) == 1
+
+
+async def test_surplus_of_a_step_is_dropped_and_counted(redis: Redis, tmp_path: Path) -> None:
+    job = make_job(sampling={"oversampling": 2.0})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.sampling_s = 0.02
+        await run_to_end(world)
+        books = check_books(world)
+        counts = books.counts()
+        assert counts["dropped:surplus"] > 0
+        assert not world.events("duplicate_refused")
+        books.close()
+
+
+async def test_asynchronous_job_never_trains_beyond_its_lag(redis: Redis, tmp_path: Path) -> None:
+    job = make_job(steps=12, algorithm={"max_lag": 2})
+    async with running_world(redis, tmp_path / "run", job=job, servers=2) as world:
+        world.sampling_s = 0.03
+        await run_to_end(world)
+        check_books(world).close()
+        lags = [step["lag_max"] for step in world.events("step")]
+        assert max(lags) <= 2
+        assert max(lags) > 0
+        dropped = [event["reason"] for event in world.events("group_dropped")]
+        assert dropped.count("too_old") <= 2
+
+
+async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110  other tasks' plain attributes
+            await asyncio.sleep(0.02)
