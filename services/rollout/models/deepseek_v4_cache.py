@@ -121,13 +121,14 @@ class Cache:
             if t is not None
         )
 
-    def copy(self, source: int, targets: Sequence[int]) -> None:
-        """Give the state of one sequence to others: samples of a group share their prompt."""
-        index = torch.tensor(targets, device=self._device)
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Give each target slot the state of its source: samples of a group share their prompt."""
+        source = torch.tensor(sources, device=self._device)
+        target = torch.tensor(targets, device=self._device)
         for layer in self.layers:
             for tensor in (layer.keys, layer.ring, layer.index_keys):
                 if tensor is not None:
-                    tensor[index] = tensor[source]
+                    tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     def decode_step(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> Step:
         """One token of each sequence: `slots` are distinct, `positions` count from 0."""

@@ -1,0 +1,120 @@
+"""A policy version in the engine child: read from staged shards, derived, proven, then served.
+
+A candidate is built beside what is served and never touches it. Only when its tensors are the
+architecture's, its derived state gives back what was published, and it scores the probe like the
+trainer, does the engine switch to it; until then a failure costs nothing but the candidate.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.rollout.models.deepseek_v4_weights import Derived, derive, effective, published
+from shared.errors import WeightsCorrupt
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.models.deepseek_v4.checkpoint import CheckpointInvalid, check_stored
+from shared.weights.effective import effective_checksum
+from shared.weights.manifest import DType, Manifest, shard_file
+from shared.weights.protocol import Probe
+
+Derive = Callable[[Architecture, Mapping[str, Tensor]], Derived]
+Score = Callable[[Derived, list[np.ndarray]], list[np.ndarray]]
+
+_DTYPES: dict[DType, torch.dtype] = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedVersion:
+    """Canonical tensors as published, and everything derived from them."""
+
+    policy_version: int
+    canonical: dict[str, Tensor]
+    derived: Derived
+    checksum: str  # of the effective values
+
+
+def read_canonical(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
+    """The staged shards as tensors by release name; bytes were checked when they were staged."""
+    shards = [
+        torch.from_numpy(np.fromfile(folder / shard_file(shard.index), np.uint8))
+        for shard in manifest.shards
+    ]
+    tensors = {}
+    for entry in manifest.tensors:
+        raw = shards[entry.shard][entry.offset : entry.offset + entry.num_bytes]
+        dtype = _DTYPES[entry.dtype]
+        if raw.storage_offset() % dtype.itemsize:
+            raw = raw.clone()
+        tensors[entry.name] = raw.view(dtype).view(entry.shape)
+    return tensors
+
+
+def build_version(
+    policy_version: int, arch: Architecture, canonical: dict[str, Tensor], *, build: Derive = derive
+) -> LoadedVersion:
+    """Derive a candidate, once. WeightsCorrupt names the tensor that does not fit."""
+    try:
+        check_stored(canonical, arch)
+        derived = build(arch, canonical)
+    except (CheckpointInvalid, ValueError) as err:
+        raise WeightsCorrupt(f"version {policy_version}: {err}") from err
+    effective_values = ((name, value.numpy()) for name, value in effective(arch, derived))
+    return LoadedVersion(policy_version, canonical, derived, effective_checksum(effective_values))
+
+
+def check_effective(arch: Architecture, version: LoadedVersion) -> None:
+    """WeightsCorrupt unless the derived state is that of the canonical tensors."""
+    values = ((name, value.cpu().numpy()) for name, value in published(arch, version.canonical))
+    expected = effective_checksum(values)
+    if version.checksum == expected:
+        return
+    kept = dict(effective(arch, version.derived))
+    for name, value in published(arch, version.canonical):
+        if not torch.equal(kept[name].cpu(), value.cpu()):
+            raise WeightsCorrupt(
+                f"version {version.policy_version}: {name} is not what was published"
+            )
+    raise AssertionError("checksums differ and every value is equal")
+
+
+def run_probe(probe: Probe, score: Callable[[list[np.ndarray]], list[np.ndarray]]) -> float | None:
+    """Mean |Δ log p| between the candidate and the trainer; WeightsCorrupt beyond the bound."""
+    if not probe.sequences:
+        return None
+    scores = score([np.array(one.token_ids, np.int32) for one in probe.sequences])
+    expected = np.concatenate([np.array(one.logprobs, np.float64) for one in probe.sequences])
+    found = np.concatenate(scores)
+    if expected.shape != found.shape:
+        raise ValueError(f"the probe has {len(expected)} log-probabilities for {len(found)} tokens")
+    delta = float(np.abs(found - expected).mean())
+    if not math.isfinite(delta) or delta > probe.max_mean_abs_delta:
+        bound = probe.max_mean_abs_delta
+        raise WeightsCorrupt(f"probe: mean |delta log p| {delta:.4g} exceeds {bound:g}")
+    return delta
+
+
+class Stopwatch:
+    """Seconds of consecutive phases."""
+
+    def __init__(self, started_at_s: float | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic() if started_at_s is None else started_at_s
+
+    def lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self.seconds[phase] = now - self._last
+        self._last = now
