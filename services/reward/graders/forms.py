@@ -61,7 +61,7 @@ _SEPARATOR = re.compile(
     r"|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|\\(?:lor|vee|land|wedge)(?![a-zA-Z])"
 )
 _ASSIGNED = re.compile(
-    r"(\\?[A-Za-z]+(?:_\{?\w+\}?)?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
+    r"(\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
 )
 _MATRIX = re.compile(r"\\begin\{([pbvB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}")
 _CLOCK = re.compile(r"(\d{1,6}):(\d{1,6})(?::(\d{1,6}))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)

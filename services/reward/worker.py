@@ -1,0 +1,139 @@
+"""Groups of the job in progress.
+
+rollouts stream ──> grade every rollout ──> ScoredGroup (groups stream) ──> group_graded (events)
+      └── acked after both; a crash in between has the group graded again, and the trainer
+          knows it by its id
+"""
+
+import asyncio
+import time
+from collections import Counter
+
+import structlog
+from redis.asyncio import Redis
+
+from services.reward.graders.grader import HEAVY
+from services.reward.pool.pool import GradingPool
+from services.reward.pool.requests import Check
+from shared import topology
+from shared.current_job import CurrentJob
+from shared.errors import Rejected
+from shared.messages import Event, Outcome, RolloutGroup, Score, ScoredGroup
+from shared.streams import Consumer, backlog, publish
+from shared.tasks import following, wait_for_event
+from shared.telemetry import counter, gauge, histogram, now_s
+
+log = structlog.get_logger()
+
+BACKLOG_EVERY_S = 5.0
+LEASE_S = 15.0
+
+GROUPS = counter("reward_groups_total", "Groups graded and handed on")
+GROUP_SECONDS = histogram("reward_group_seconds", "From taking a group to handing it on")
+
+
+class GradeWorker:
+    """Several groups at a time, of the active job."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        pool: GradingPool,
+        current: CurrentJob,
+        *,
+        replica: str,
+        concurrency: int,
+        drain_s: float,
+    ) -> None:
+        self._redis = redis
+        self._pool = pool
+        self._current = current
+        self._replica = replica
+        self._concurrency = concurrency
+        self._drain_s = drain_s
+        self._changed = asyncio.Event()
+
+    @property
+    def job_id(self) -> str | None:
+        return self._current.active_id
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve one job after the other until `stop`."""
+        while not stop.is_set():
+            self._changed.clear()
+            if self.job_id is None:
+                await wait_for_event(self._changed, 0.5)
+                continue
+            async with following(stop, self._changed):
+                await self._serve(self.job_id)
+
+    async def follow(self, stop: asyncio.Event) -> None:
+        """Keep up with the trainer's announcements."""
+        await self._current.follow(stop, self._changed)
+
+    async def watch_backlog(self, stop: asyncio.Event) -> None:
+        """Measure how many groups wait."""
+        waiting = gauge("stream_backlog", "Messages not finished yet.", ("stream",))
+        while not stop.is_set():
+            if job_id := self.job_id:
+                stream = topology.rollouts(job_id)
+                waiting.labels("rollouts").set(await backlog(self._redis, stream, topology.GRADERS))
+            await wait_for_event(stop, BACKLOG_EVERY_S)
+
+    async def _serve(self, job_id: str) -> None:
+        job = self._current.job
+        assert job is not None
+        log.info("job_followed", job_id=job_id, grader=job.reward.grader)
+        if HEAVY & {job.reward.grader, job.eval.grader if job.eval else ""}:
+            await self._pool.prepare()
+        timeout_s = job.reward.timeout_s
+
+        async def handle(body: bytes) -> None:
+            await self._grade(RolloutGroup.unpack(body), job_id, timeout_s)
+
+        consumer = Consumer(
+            self._redis, topology.rollouts(job_id), topology.GRADERS, self._replica, LEASE_S
+        )
+        await consumer.run(
+            handle, stop=self._changed, concurrency=self._concurrency, drain_s=self._drain_s
+        )
+
+    async def _grade(self, group: RolloutGroup, job_id: str, timeout_s: float) -> None:
+        prompt = group.prompt
+        if prompt.job_id != job_id:
+            raise Rejected(f"{prompt.group_id} is of job {prompt.job_id}, not of {job_id}")
+        if prompt.grader not in self._pool.grader_names:
+            known = ", ".join(self._pool.grader_names)
+            raise Rejected(f"{prompt.group_id}: no grader {prompt.grader!r}; there are {known}")
+        begin_s = time.monotonic()
+        outcomes = await self._pool.grade(
+            [
+                Check(prompt.grader, rollout.text, prompt.gold, timeout_s)
+                for rollout in group.rollouts
+            ]
+        )
+        seconds = time.monotonic() - begin_s
+        scored = ScoredGroup(group=group, outcomes=outcomes, grading_s=seconds)
+        await publish(self._redis, topology.groups(job_id), scored.pack())
+        await self._tell(group, outcomes, seconds)
+        GROUPS.inc()
+        GROUP_SECONDS.observe(time.monotonic() - begin_s)
+
+    async def _tell(self, group: RolloutGroup, outcomes: list[Outcome], seconds: float) -> None:
+        values = [outcome.value for outcome in outcomes if isinstance(outcome, Score)]
+        fields = {
+            "group_id": group.prompt.group_id,
+            "reward_mean": sum(values) / len(values) if values else None,
+            "outcomes": dict(Counter(outcome.kind for outcome in outcomes)),
+            "seconds": seconds,
+        }
+        event = Event(
+            name="group_graded",
+            job_id=group.prompt.job_id,
+            service="reward",
+            replica=self._replica,
+            at_s=now_s(),
+            fields=fields,
+        )
+        log.info("group_graded", job_id=event.job_id, **fields)
+        await publish(self._redis, topology.events(event.job_id), event.pack())
