@@ -203,8 +203,9 @@ def _how() -> str:
         "How these numbers were made",
         "Everything here is computed from this run's events.jsonl. Intervals are 95 %. Those of "
         "evaluations count problems, not samples; a paired difference is a Student t over the "
-        "differences of each problem. Slopes are least squares; their error is the larger of the "
-        "ordinary one and Newey and West's, because neighbouring steps are not independent. |Δ log p| compares the sampler's "
-        "recorded log-probability of each sampled token with the trainer's, before the step. "
-        "The mean and p99 of the whole run are means of the steps' values, weighted by tokens.",
+        "differences of each problem. Slopes are least squares; their error is the larger of "
+        "the ordinary one and Newey and West's, because neighbouring steps are not independent. "
+        "|Δ log p| compares the sampler's recorded log-probability of each sampled token with "
+        "the trainer's, before the step. The mean and p99 of the whole run are means of the "
+        "steps' values, weighted by tokens.",
     )
