@@ -5,7 +5,8 @@ import os
 # Before megatron is imported: its compiled helpers need a compiler and cost more than they save.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -24,3 +25,34 @@ def megatron() -> Iterator[None]:
     parallel.initialise(seed=1)
     yield
     parallel.leave()
+
+
+@dataclass(slots=True)
+class Findings:
+    """Which check caught which planted mistake, by how much."""
+
+    rows: list[tuple[str, str, str, str]] = field(default_factory=list)
+
+    def add(self, mistake: str, side: str, caught: Mapping[str, float], where: str) -> None:
+        checks = ", ".join(f"{check} {size:.1e}" for check, size in caught.items())
+        self.rows.append((mistake, side, checks or "NOTHING", where))
+
+
+_FINDINGS = pytest.StashKey[Findings]()
+
+
+@pytest.fixture
+def findings(request: pytest.FixtureRequest) -> Findings:
+    return request.config.stash.setdefault(_FINDINGS, Findings())
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """The table of planted mistakes: where, caught by which check at which size, and the walk."""
+    found = config.stash.get(_FINDINGS, None)
+    if found is None:
+        return
+    terminalreporter.section("planted mistakes: side, caught by (size), the walk's verdict")
+    for mistake, side, checks, where in found.rows:
+        terminalreporter.write_line(f"{mistake:<34} {side:<10} {checks:<36} {where}")

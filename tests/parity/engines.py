@@ -115,9 +115,15 @@ def sampler_logits(
 ) -> Tensor:
     """One prefill, or `chunks` of it, of which those of one token are decoding steps.
 
-    `weights` are values, or a release's stored tensors with their scales.
+    `weights` are values, or a release's stored tensors with their scales. States are kept for one
+    prefill only, without the rows that pad its step.
     """
-    trace = None if states is None else states.__setitem__
+    assert states is None or not chunks
+
+    def trace(name: str, value: Tensor) -> None:
+        if states is not None:
+            states[name] = value[: tokens.numel()].clone()
+
     cache = Cache(arch, num_slots=2 * len(tokens), max_tokens=LENGTH + 20, dtype=dtype)
     run = SamplerRun(Sampler(arch, quant, trace), derive(arch, weights, dtype=dtype), cache)
     return torch.cat([run.feed(part) for part in _split(tokens, chunks)], 1)
