@@ -1,0 +1,74 @@
+"""The evaluator's process: HTTP, the evaluations of the job in progress, and those on request."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from services.evaluator import api
+from services.evaluator.config import EvaluatorConfig
+from services.evaluator.following import CurrentJob
+from services.evaluator.requests import Refused, RequestedEvals
+from services.evaluator.runner import Runner
+from services.evaluator.worker import EvalWorker
+from shared.http import HttpClient
+from shared.redis import broker_trouble, create_redis
+from shared.registry import Replica, keep_registered
+from shared.service import Worker, health_router
+
+
+def create_app(config: EvaluatorConfig) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state = app.state
+        state.redis = create_redis(config.redis_url, process=f"evaluator-{config.name}")
+        state.current = CurrentJob(state.redis)
+        async with HttpClient(attempts=1) as http:  # whoever asks repeats, up to a deadline
+            runner = Runner(http, config.runner, runs_dir=config.runs_dir.resolve())
+            state.worker = EvalWorker(
+                state.redis, runner, state.current, replica=config.name, drain_s=config.drain_s
+            )
+            state.requested = RequestedEvals(
+                state.redis, runner, state.current, data_roots=config.data_roots
+            )
+            yield
+        await state.redis.aclose()
+
+    app = FastAPI(title="Tandem evaluator", lifespan=lifespan)
+    app.include_router(api.router)
+    app.include_router(health_router(lambda: broker_trouble(app.state.redis)))
+    app.add_exception_handler(Refused, api.answer_refused)
+    return app
+
+
+def workers(app: FastAPI, config: EvaluatorConfig) -> list[Worker]:
+    """The loops beside HTTP; they begin once the lifespan is up."""
+
+    async def follow_jobs(stop: asyncio.Event) -> None:
+        await app.state.worker.follow(stop)
+
+    async def evaluate_jobs(stop: asyncio.Event) -> None:
+        await app.state.worker.run(stop)
+
+    async def evaluate_requests(stop: asyncio.Event) -> None:
+        await app.state.requested.run(stop)
+
+    async def watch_backlog(stop: asyncio.Event) -> None:
+        await app.state.worker.watch_backlog(stop)
+
+    async def stay_registered(stop: asyncio.Event) -> None:
+        def describe() -> Replica:
+            return Replica(
+                service="evaluator",
+                name=config.name,
+                url=config.url,
+                pid=os.getpid(),
+                job_id=app.state.current.active_id,
+                state="serving" if app.state.worker.busy else "idle",
+            )
+
+        await keep_registered(app.state.redis, describe, stop)
+
+    return [follow_jobs, evaluate_jobs, evaluate_requests, watch_backlog, stay_registered]

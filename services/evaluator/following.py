@@ -1,0 +1,47 @@
+"""Which job is on: read at the start and again whenever the trainer announces a change."""
+
+import asyncio
+from typing import cast
+
+from redis.asyncio import Redis
+
+from shared import topology
+from shared.job import Job
+from shared.messages import JobAnnounced
+from shared.streams import read_from
+
+CHECK_S = 1.0
+
+
+class CurrentJob:
+    """The job that the trainer announced last, whether it is still active or not."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self.announced: JobAnnounced | None = None
+
+    @property
+    def active_id(self) -> str | None:
+        one = self.announced
+        return one.job_id if one is not None and one.state == "active" else None
+
+    @property
+    def job(self) -> Job | None:
+        return None if self.announced is None else Job.model_validate(self.announced.job)
+
+    async def refresh(self) -> None:
+        """A broker that lost its data knows no job; then the last one known stays."""
+        body = cast(bytes | None, await self._redis.get(topology.JOB_CURRENT))
+        if body is not None:
+            self.announced = JobAnnounced.unpack(body)
+
+    async def follow(self, stop: asyncio.Event, changed: asyncio.Event) -> None:
+        """Keep up until `stop`; `changed` is set each time another job is active, or none."""
+        last_id = b"$"
+        while not stop.is_set():
+            before = self.active_id
+            await self.refresh()
+            if self.active_id != before:
+                changed.set()
+            news = await read_from(self._redis, topology.JOB_CHANGES, last_id, block_s=CHECK_S)
+            last_id = news[-1][0] if news else last_id

@@ -1,0 +1,135 @@
+"""Evaluations that the job in progress asks for.
+
+evals stream ──> plan ──> run, pinned ──> eval_finished | eval_failed (events) ──> ack
+                   └── a stop or a crash: the message comes again, finished problems are kept
+"""
+
+import asyncio
+from typing import Any
+
+import structlog
+from redis.asyncio import Redis
+
+from services.evaluator.following import CurrentJob
+from services.evaluator.plan import EvaluationFailed, Plan, plan_of_job
+from services.evaluator.runner import Runner
+from services.evaluator.servers import held_server, reward_servers
+from shared import topology
+from shared.data import DataError
+from shared.errors import DeadlineExceeded, Retryable
+from shared.messages import EvalRequested, Event
+from shared.streams import Consumer, backlog, publish
+from shared.tasks import following, wait_for_event
+from shared.telemetry import counter, gauge, now_s
+
+log = structlog.get_logger()
+
+BACKLOG_EVERY_S = 5.0
+GOODBYE_S = 3.0  # of the drain time, left for handing work back
+
+
+class EvalWorker:
+    """One evaluation at a time, of the active job."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        runner: Runner,
+        current: CurrentJob,
+        *,
+        replica: str,
+        drain_s: float = 20.0,
+    ) -> None:
+        self._redis = redis
+        self._runner = runner
+        self._current = current
+        self._replica = replica
+        self._drain_s = max(drain_s - GOODBYE_S, 0.0)
+        self._changed = asyncio.Event()
+        self._ended = counter("evaluations_total", "Evaluations by how they ended.", ("outcome",))
+        self.busy = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve one job after the other until `stop`."""
+        while not stop.is_set():
+            self._changed.clear()
+            job_id = self._current.active_id
+            if job_id is None:
+                await wait_for_event(self._changed, 0.5)
+                continue
+            async with following(stop, self._changed):
+                await self._consumer(job_id).run(
+                    self._handle, stop=self._changed, drain_s=self._drain_s
+                )
+
+    async def follow(self, stop: asyncio.Event) -> None:
+        """Keep up with the trainer's announcements."""
+        await self._current.follow(stop, self._changed)
+
+    async def watch_backlog(self, stop: asyncio.Event) -> None:
+        """Measure how many evaluations wait."""
+        waiting = gauge("stream_backlog", "Messages not finished yet.", ("stream",))
+        while not stop.is_set():
+            if job_id := self._current.active_id:
+                waiting.labels("evals").set(
+                    await backlog(self._redis, topology.evals(job_id), topology.EVALUATORS)
+                )
+            await wait_for_event(stop, BACKLOG_EVERY_S)
+
+    def _consumer(self, job_id: str) -> Consumer:
+        stream, group = topology.evals(job_id), topology.EVALUATORS
+        return Consumer(self._redis, stream, group, self._replica)
+
+    async def _handle(self, body: bytes) -> None:
+        request = EvalRequested.unpack(body)
+        self.busy = True
+        try:
+            await self._answer(request, self._changed)
+        finally:
+            self.busy = False
+
+    async def _answer(self, request: EvalRequested, stop: asyncio.Event) -> None:
+        """Publish the result or why there is none; the message is acked after that."""
+        try:
+            plan = await self._plan(request)
+            fields = await self._runner.run(
+                plan,
+                sampler=held_server(self._redis, plan),
+                graders=reward_servers(self._redis),
+                stop=stop,
+            )
+        except (EvaluationFailed, DeadlineExceeded, DataError, OSError) as err:
+            log.warning("evaluation_failed", eval_id=request.eval_id, error=str(err))
+            await self._publish(request, "eval_failed", _failure(request, str(err)))
+            self._ended.labels("failed").inc()
+            return
+        await self._publish(request, "eval_finished", fields)
+        self._ended.labels("finished").inc()
+
+    async def _plan(self, request: EvalRequested) -> Plan:
+        if now_s() > request.deadline_s:
+            raise EvaluationFailed(f"its deadline passed {now_s() - request.deadline_s:.0f} s ago")
+        announced, job = self._current.announced, self._current.job
+        if announced is None or job is None or announced.job_id != request.job_id:
+            raise Retryable(f"{request.eval_id}: job {request.job_id} is not the current one")
+        return await asyncio.to_thread(plan_of_job, request, job)
+
+    async def _publish(self, request: EvalRequested, name: str, fields: dict[str, Any]) -> None:
+        event = Event(
+            name=name,
+            job_id=request.job_id,
+            service="evaluator",
+            replica=self._replica,
+            at_s=now_s(),
+            fields=fields,
+        )
+        await publish(self._redis, topology.events(request.job_id), event.pack())
+
+
+def _failure(request: EvalRequested, error: str) -> dict[str, Any]:
+    return {
+        "eval_id": request.eval_id,
+        "policy_version": request.policy_version,
+        "step": request.step,
+        "error": error,
+    }

@@ -1,0 +1,501 @@
+"""The evaluator against a real broker and two small servers that speak the services' HTTP.
+
+The fake rollout server answers `<problem's length>` or a wrong number by its seed, at one policy
+version; the fake reward server compares strings. What is real: streams, registry, HTTP, files.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from redis.asyncio import Redis
+
+from services.evaluator.app import create_app, workers
+from services.evaluator.config import EvaluatorConfig, RunnerConfig
+from services.evaluator.samples import read_samples
+from shared import topology
+from shared.http import HttpClient
+from shared.job import Job
+from shared.messages import EvalRequested, Event, JobAnnounced, Outcome, Score, Unparseable
+from shared.process import free_port
+from shared.registry import LEASE_S, Replica, register, unregister
+from shared.streams import announce, backlog, publish, read_from
+from shared.tasks import end
+from shared.telemetry import counter, now_s
+
+JOB_ID = "demo-1f3a"
+NUM_PROBLEMS = 12
+
+
+@dataclass
+class FakeRollout:
+    """Serves `policy_version`; `hiccups` requests get a 503 first, `gate` holds all back.
+
+    After `num_allowed` answers it is away.
+    """
+
+    policy_version: int = 3
+    hiccups: int = 0
+    spans_of: int | None = None
+    num_waiting: int = 0
+    num_allowed: int = 1000
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/v1/generate")
+        async def generate(body: dict[str, Any]) -> dict[str, Any]:
+            self.num_waiting += 1
+            await self.gate.wait()
+            self.num_waiting -= 1
+            if len(self.requests) >= self.num_allowed:
+                raise HTTPException(503, "away")
+            if self.hiccups:
+                self.hiccups -= 1
+                raise HTTPException(503, "restarting")
+            if body["policy_version"] != self.policy_version:
+                raise HTTPException(409, f"version {self.policy_version} is served")
+            self.requests.append(body)
+            return {"policy_version": self.policy_version, "results": [self._completions(body)]}
+
+        return app
+
+    def _completions(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        (prompt,) = body["prompts"]
+        return [
+            {
+                "token_ids": [5] * (1 + index),
+                "logprobs": [0.0] * (1 + index),
+                "text": f"{len(prompt['token_ids'])}" if (body["seed"] + index) % 3 else "0",
+                "finish_reason": "stop" if index else "length",
+                "version_spans": [
+                    {
+                        "policy_version": self.spans_of or self.policy_version,
+                        "num_tokens": 1 + index,
+                    }
+                ],
+            }
+            for index in range(body["num_samples"])
+        ]
+
+
+@dataclass
+class FakeReward:
+    num_graded: int = 0
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/v1/grade")
+        async def grade(body: dict[str, Any]) -> dict[str, Any]:
+            self.num_graded += len(body["items"])
+            return {"outcomes": [_graded(item).model_dump() for item in body["items"]]}
+
+        return app
+
+
+def _graded(item: dict[str, Any]) -> Outcome:
+    if item["response"] == "0":
+        return Unparseable(reason="no answer")
+    return Score(value=float(item["response"] == item["gold"]), extracted=item["response"])
+
+
+@dataclass
+class Stage:
+    """Everything around the evaluator under test."""
+
+    redis: Redis
+    redis_url: str
+    tmp_path: Path
+    rollout: FakeRollout
+    reward: FakeReward
+    rollout_url: str
+    reward_url: str
+    records: dict[str, Replica] = field(default_factory=dict)
+
+    async def register(self) -> None:
+        """Put both servers into the registry; `renew` keeps them there."""
+        rollout = Replica(
+            service="rollout",
+            name="rollout-1",
+            url=self.rollout_url,
+            pid=1,
+            job_id=JOB_ID,
+            state="serving",
+            policy_version=self.rollout.policy_version,
+        )
+        reward = Replica(service="reward", name="reward-0", url=self.reward_url, pid=1)
+        self.records = {"rollout": rollout, "reward": reward}
+        for record in self.records.values():
+            await register(self.redis, record)
+
+    async def renew(self) -> None:
+        while True:
+            for record in list(self.records.values()):
+                await register(self.redis, record)
+            await asyncio.sleep(LEASE_S / 4)
+
+    async def announce_job(self) -> Job:
+        suite = self.tmp_path / "suite.jsonl"
+        problems = ["1" * (1 + row) for row in range(NUM_PROBLEMS)] + ["x" * 60]
+        rows = [json.dumps({"problem": one, "answer": str(len(one))}) for one in problems]
+        suite.write_text("\n".join(rows) + "\n")
+        job = Job.model_validate(
+            {
+                "name": "demo",
+                "steps": 1,
+                "model": {"rollout_checkpoint": "assets/tiny-dsv4"},
+                "data": {"path": str(suite)},
+                "sampling": {"context_length": 40, "max_response_tokens": 8},
+                "rollout": {"max_running_requests": 8},
+                "eval": {
+                    "suite": "lengths",
+                    "data": {"path": str(suite)},
+                    "max_response_tokens": 8,
+                    "samples_per_problem": 4,
+                    "grader": "arithmetic",
+                },
+            }
+        )
+        body = JobAnnounced(
+            job_id=JOB_ID,
+            state="active",
+            trainer_url="http://127.0.0.1:1",
+            job=job.model_dump(mode="json"),
+        ).pack()
+        await announce(
+            self.redis, topology.JOB_CHANGES, body, current_key=topology.JOB_CURRENT, keep=10
+        )
+        return job
+
+    async def ask(self, *, policy_version: int = 3, within_s: float = 30.0) -> None:
+        holds: Any = self.redis.hset(topology.holds(JOB_ID), "rollout-1", str(policy_version))
+        await holds
+        request = EvalRequested(
+            job_id=JOB_ID,
+            eval_id=f"{JOB_ID}.e{policy_version:08d}",
+            policy_version=policy_version,
+            step=policy_version,
+            deadline_s=now_s() + within_s,
+        )
+        await publish(self.redis, topology.evals(JOB_ID), request.pack())
+
+    async def next_event(self, *, within_s: float = 20.0) -> Event:
+        """The first event of the job."""
+        stream = topology.events(JOB_ID)
+        async with asyncio.timeout(within_s):
+            while not (found := await read_from(self.redis, stream, b"0", block_s=0.5)):
+                pass
+        return Event.unpack(found[0][1])
+
+    @contextlib.asynccontextmanager
+    async def evaluator(self) -> AsyncIterator[EvaluatorConfig]:
+        """The service's application and loops, in this process; stopped at the end."""
+        config = EvaluatorConfig(
+            replica="evaluator",
+            redis_url=self.redis_url,
+            runs_dir=self.tmp_path / "runs",
+            port=free_port(),
+            drain_s=4.0,
+            runner=RunnerConfig(retry_s=0.05),
+            data_roots=(self.tmp_path,),
+        )
+        app, stop = create_app(config), asyncio.Event()
+        async with _served(app, config.port):
+            tasks = [asyncio.create_task(worker(stop)) for worker in workers(app, config)]
+            try:
+                yield config
+            finally:
+                stop.set()
+                async with asyncio.timeout(10):
+                    await asyncio.gather(*tasks)
+
+    @contextlib.asynccontextmanager
+    async def evaluator_process(self) -> AsyncIterator[asyncio.subprocess.Process]:
+        """The service as it is deployed; killed at the end."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.evaluator", "--replica", "evaluator"),
+            *("--redis-url", self.redis_url, "--port", "0", "--runner.retry-s", "0.05"),
+            *("--runs-dir", str(self.tmp_path / "runs")),
+        )
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    @property
+    def num_kept(self) -> int:
+        """Problems in the file that a restart goes on from; the first line is its header."""
+        partial = self.samples_file.with_suffix(".partial.jsonl")
+        return max(partial.read_text().count("\n") - 1, 0) if partial.exists() else 0
+
+    @property
+    def samples_file(self) -> Path:
+        return self.tmp_path / "runs" / JOB_ID / "evals" / "v00000003.jsonl"
+
+
+@contextlib.asynccontextmanager
+async def _served(app: FastAPI, port: int) -> AsyncIterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="on"))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    task = asyncio.create_task(server.serve())
+    async with asyncio.timeout(10):
+        while not server.started:
+            assert not task.done()
+            await asyncio.sleep(0.02)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def until(
+    condition: Callable[[], Any], what: str, *, within_s: float = 15.0, every_s: float = 0.02
+) -> None:
+    """Wait for a condition, which may be a coroutine function."""
+    ends_s = time.monotonic() + within_s
+    while True:
+        found = condition()
+        if await found if inspect.isawaitable(found) else found:
+            return
+        assert time.monotonic() < ends_s, f"waited {within_s} s for {what}"
+        await asyncio.sleep(every_s)
+
+
+@pytest_asyncio.fixture
+async def stage(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[Stage]:
+    rollout, reward = FakeRollout(), FakeReward()
+    rollout.gate.set()
+    async with (
+        _served(rollout.app(), free_port()) as rollout_url,
+        _served(reward.app(), free_port()) as reward_url,
+    ):
+        stage = Stage(redis, redis_url, tmp_path, rollout, reward, rollout_url, reward_url)
+        renewing = asyncio.create_task(stage.renew())
+        yield stage
+        await end(renewing)
+
+
+async def test_evaluation_is_published_acked_and_kept(stage: Stage) -> None:
+    await stage.announce_job()
+    await stage.register()
+    async with stage.evaluator():
+        await stage.ask()
+        event = await stage.next_event()
+    assert event.name == "eval_finished"
+    fields = event.fields
+    assert fields["eval_id"] == f"{JOB_ID}.e00000003"
+    assert (fields["num_problems"], fields["skipped_problems"]) == (NUM_PROBLEMS, 1)
+    assert fields["num_samples"] == 4 * NUM_PROBLEMS
+    assert set(fields["pass_at_k"]) == {"1", "2", "4"}
+    header, results = read_samples(stage.samples_file)
+    assert header.policy_version == 3
+    assert [one.num_correct for one in results] == fields["per_problem_correct"]
+    assert sum(fields["per_problem_correct"]) / fields["num_samples"] == pytest.approx(
+        fields["pass_at_k"]["1"]
+    )
+    assert fields["outcomes"]["score"] + fields["outcomes"]["unparseable"] == 4 * NUM_PROBLEMS
+    assert fields["truncated_share"] == 0.25
+    assert json.loads(stage.samples_file.with_suffix(".json").read_text()) == fields
+    assert await backlog(stage.redis, topology.evals(JOB_ID), topology.EVALUATORS) == 0
+
+
+async def test_every_problem_is_asked_once_at_the_pinned_version(stage: Stage) -> None:
+    await stage.announce_job()
+    await stage.register()
+    async with stage.evaluator():
+        await stage.ask()
+        await stage.next_event()
+    asked = stage.rollout.requests
+    assert len(asked) == NUM_PROBLEMS
+    assert {body["policy_version"] for body in asked} == {3}
+    assert len({body["seed"] for body in asked}) == NUM_PROBLEMS
+    assert {body["num_samples"] for body in asked} == {4}
+
+
+async def test_restarting_server_is_waited_for(stage: Stage) -> None:
+    stage.rollout.hiccups = 5
+    await stage.announce_job()
+    await stage.register()
+    async with stage.evaluator():
+        await stage.ask()
+        event = await stage.next_event()
+    assert event.name == "eval_finished"
+    assert len(stage.rollout.requests) == NUM_PROBLEMS
+
+
+async def test_server_at_another_version_is_not_used_until_it_has_the_right_one(
+    stage: Stage,
+) -> None:
+    stage.rollout.policy_version = 2
+    await stage.announce_job()
+    await stage.register()
+    async with stage.evaluator():
+        await stage.ask()
+        retries = counter("eval_retries_total", "Requests of evaluations that were repeated.")
+        before = retries._value.get()
+        await until(lambda: retries._value.get() > before + 3, "a few vain attempts")
+        assert stage.rollout.requests == []
+        stage.rollout.policy_version = 3
+        await stage.register()
+        event = await stage.next_event()
+    assert event.fields["policy_version"] == 3
+
+
+async def test_samples_of_other_weights_fail_the_evaluation_at_its_deadline(stage: Stage) -> None:
+    stage.rollout.spans_of = 2
+    await stage.announce_job()
+    await stage.register()
+    async with stage.evaluator():
+        await stage.ask(within_s=1.0)
+        event = await stage.next_event()
+    assert event.name == "eval_failed"
+    assert "version 3 to sample row" in event.fields["error"]
+    assert "another version" in event.fields["error"]
+    assert not stage.samples_file.exists()
+
+
+async def test_missing_reward_server_is_named_at_the_deadline(stage: Stage) -> None:
+    await stage.announce_job()
+    await stage.register()
+    del stage.records["reward"]
+    await unregister(stage.redis, "reward", "reward-0")
+    async with stage.evaluator():
+        await stage.ask(within_s=1.0)
+        event = await stage.next_event()
+    assert event.name == "eval_failed"
+    assert "a reward server to grade row" in event.fields["error"]
+    assert await backlog(stage.redis, topology.evals(JOB_ID), topology.EVALUATORS) == 0
+
+
+async def test_killed_evaluators_work_is_taken_up_without_repeating_problems(
+    stage: Stage,
+) -> None:
+    await stage.announce_job()
+    await stage.register()
+    stage.rollout.num_allowed = 5
+    await stage.ask()
+    async with stage.evaluator_process() as process:
+        await until(lambda: stage.num_kept == 5, "five problems", within_s=30)
+        process.kill()
+    stage.rollout.num_allowed = NUM_PROBLEMS
+    async with stage.evaluator_process() as process:
+        event = await stage.next_event(within_s=30)
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert event.name == "eval_finished"
+    assert len(stage.rollout.requests) == NUM_PROBLEMS  # each problem once
+    assert [one.row for one in read_samples(stage.samples_file)[1]] == list(range(NUM_PROBLEMS))
+
+
+async def test_stopped_evaluator_hands_its_work_back(stage: Stage) -> None:
+    await stage.announce_job()
+    await stage.register()
+    stage.rollout.gate.clear()
+    async with stage.evaluator():
+        await stage.ask()
+        await until(lambda: stage.rollout.num_waiting, "a request")
+    stage.rollout.gate.set()
+    async with stage.evaluator():
+        event = await stage.next_event()
+    assert event.name == "eval_finished"
+
+
+async def test_unusable_message_is_buried_and_the_next_one_served(stage: Stage) -> None:
+    await stage.announce_job()
+    await stage.register()
+    await publish(stage.redis, topology.evals(JOB_ID), b"\xff\xff")
+    async with stage.evaluator():
+        await stage.ask()
+        event = await stage.next_event()
+    assert event.name == "eval_finished"
+    assert await stage.redis.xlen(topology.dead(topology.evals(JOB_ID))) == 1
+
+
+async def ended(http: HttpClient, url: str) -> dict[str, Any]:
+    """The evaluation's status once it has ended."""
+    status: dict[str, Any] = {}
+
+    async def is_over() -> bool:
+        status.update(await http.get(url))
+        return status["state"] in ("finished", "failed")
+
+    await until(is_over, "the evaluation's end", every_s=0.05)
+    return status
+
+
+async def test_requested_evaluation_runs_and_is_remembered(stage: Stage) -> None:
+    job = await stage.announce_job()
+    await stage.register()
+    assert job.eval is not None
+    body = {
+        "suite": "on-request",
+        "data": {"path": job.eval.data.path},
+        "samples_per_problem": 2,
+        "max_response_tokens": 8,
+        "grader": "arithmetic",
+    }
+    async with stage.evaluator() as running, HttpClient() as http:
+        url = f"{running.url}/v1/evals"
+        accepted = await http.post(url, body)
+        assert (accepted["policy_version"], accepted["problems"]) == (3, NUM_PROBLEMS)
+        status = await ended(http, f"{url}/{accepted['eval_id']}")
+        assert status["state"] == "finished", status["error"]
+        assert status["problems_done"] == NUM_PROBLEMS
+        assert status["result"]["num_samples"] == 2 * NUM_PROBLEMS
+        assert [one["eval_id"] for one in (await http.get(url))["evals"]] == [accepted["eval_id"]]
+
+
+async def test_requested_evaluation_fails_when_its_server_moves_on(stage: Stage) -> None:
+    job = await stage.announce_job()
+    await stage.register()
+    assert job.eval is not None
+    stage.rollout.gate.clear()
+    body = {"suite": "x", "data": {"path": job.eval.data.path}, "max_response_tokens": 8}
+    async with stage.evaluator() as running, HttpClient() as http:
+        url = f"{running.url}/v1/evals"
+        accepted = await http.post(url, body)
+        stage.rollout.policy_version = 4
+        await stage.register()
+        stage.rollout.gate.set()
+        status = await ended(http, f"{url}/{accepted['eval_id']}")
+    assert status["state"] == "failed"
+    assert "serves version 4" in status["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"data": {"path": "/etc/passwd"}}, 422, "outside the data roots"),
+        ({"data": {"path": "missing.jsonl"}}, 422, "no such file"),
+        ({"replica": "rollout-9"}, 422, "rollout-9 serves no version; serving: rollout-1"),
+        ({"samples": 3}, 422, "samples"),
+    ],
+)
+async def test_wrong_request_is_refused_with_its_key(
+    stage: Stage, change: dict[str, Any], status: int, words: str
+) -> None:
+    job = await stage.announce_job()
+    await stage.register()
+    assert job.eval is not None
+    body = {"suite": "x", "data": {"path": job.eval.data.path}, "max_response_tokens": 8, **change}
+    async with stage.evaluator() as running, HttpClient() as http:
+        with pytest.raises(Exception, match=words) as caught:
+            await http.post(f"{running.url}/v1/evals", body)
+    assert getattr(caught.value, "status", None) == status

@@ -1,0 +1,120 @@
+"""What an evaluation keeps survives a crash, and never mixes with another evaluation."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.evaluator.plan import Plan, Problem
+from services.evaluator.results import reported_ks, summarise
+from services.evaluator.samples import GradedSample, ProblemResult, SampleFile, read_samples
+from shared.messages import GraderError, Outcome, SamplingParams, Score, Timeout, Unparseable
+
+RIGHT, WRONG = Score(value=1.0, extracted="4"), Score(value=0.0, extracted="5")
+
+
+def make_plan(num_problems: int = 3, samples: int = 2) -> Plan:
+    return Plan(
+        eval_id="demo-1f3a.e00000003",
+        job_id="demo-1f3a",
+        stem="v00000003",
+        suite="tiny",
+        policy_version=3,
+        step=3,
+        problems=[Problem(row, f"line {row}", "p", [1], "4") for row in range(num_problems)],
+        num_skipped=1,
+        samples_per_problem=samples,
+        sampling=SamplingParams(max_response_tokens=8),
+        grader="arithmetic",
+        grading_timeout_s=5.0,
+        seed=0,
+        deadline_s=1e10,
+        max_running_requests=8,
+    )
+
+
+def make_result(row: int, outcomes: list[Outcome], *, cut: bool = False) -> ProblemResult:
+    samples = [
+        GradedSample(
+            text="ü;4",
+            token_ids=[7] * (index + 1),
+            finish_reason="length" if cut else "stop",
+            outcome=outcome,
+        )
+        for index, outcome in enumerate(outcomes)
+    ]
+    return ProblemResult(
+        row=row, source="s", prompt="p", gold="4", policy_version=3, samples=samples
+    )
+
+
+def open_file(tmp_path: Path, plan: Plan, now_s: float = 1.0) -> SampleFile:
+    return SampleFile(plan.file_stem(tmp_path), plan, now_s=now_s)
+
+
+def test_finished_problems_survive_a_restart(tmp_path: Path) -> None:
+    first = open_file(tmp_path, make_plan(), now_s=1.0)
+    first.add(make_result(1, [RIGHT, Unparseable(reason="no answer")]))
+    again = open_file(tmp_path, make_plan(), now_s=9.0)
+    assert again.results == {1: first.results[1]}
+    assert again.began_at_s == 1.0
+
+
+def test_line_cut_off_by_a_crash_is_done_again(tmp_path: Path) -> None:
+    first = open_file(tmp_path, make_plan())
+    first.add(make_result(0, [RIGHT, WRONG]))
+    first.add(make_result(1, [RIGHT, WRONG]))
+    partial = tmp_path / "demo-1f3a/evals/v00000003.partial.jsonl"
+    partial.write_bytes(partial.read_bytes()[:-20])
+    again = open_file(tmp_path, make_plan())
+    assert list(again.results) == [0]
+    again.add(make_result(1, [WRONG, WRONG]))
+    assert list(open_file(tmp_path, make_plan()).results) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"policy_version": 4}, {"eval_id": "other"}, {"samples_per_problem": 3}, {"seed": 1}],
+)
+def test_samples_of_another_evaluation_are_never_used(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    open_file(tmp_path, make_plan()).add(make_result(0, [RIGHT, WRONG]))
+    other = replace(make_plan(), **change)  # type: ignore[arg-type]
+    assert open_file(tmp_path, other).results == {}
+
+
+def test_finished_file_has_every_problem_in_order(tmp_path: Path) -> None:
+    plan = make_plan()
+    file = open_file(tmp_path, plan)
+    for row in (2, 0, 1):
+        file.add(make_result(row, [RIGHT, WRONG]))
+    file.finish()
+    header, results = read_samples(tmp_path / "demo-1f3a/evals/v00000003.jsonl")
+    assert [result.row for result in results] == [0, 1, 2] == header.rows
+    assert not list(tmp_path.rglob("*.partial.jsonl"))
+    assert len(open_file(tmp_path, plan).results) == 3  # asked again: nothing is repeated
+
+
+def test_summary_counts_what_the_samples_say() -> None:
+    results = [
+        make_result(0, [RIGHT, RIGHT]),
+        make_result(1, [RIGHT, Score(value=0.9)]),
+        make_result(2, [Timeout(after_s=5.0), GraderError(reason="died")], cut=True),
+    ]
+    summary = summarise(make_plan(), results, seconds=2.0)
+    assert summary["pass_at_k"] == {"1": 0.5, "2": pytest.approx(2 / 3)}
+    assert summary["per_problem_correct"] == [2, 1, 0]
+    assert summary["outcomes"] == {"score": 4, "unparseable": 0, "timeout": 1, "error": 1}
+    assert summary["truncated_share"] == pytest.approx(1 / 3)
+    assert summary["pass_at_1_untruncated"] == 0.75
+    assert summary["response_tokens_mean"] == 1.5
+    assert summary["skipped_problems"] == 1
+    low, high = summary["pass_at_1_ci"]
+    assert 0 <= low < 0.5 < high <= 1
+
+
+def test_reported_ks_are_powers_of_two_and_all_samples() -> None:
+    assert reported_ks(8) == [1, 2, 4, 8]
+    assert reported_ks(6) == [1, 2, 4, 6]
+    assert reported_ks(1) == [1]
