@@ -10,8 +10,8 @@ any line leaves books from which the next one goes on.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal, TypeVar
 
 import structlog
 
@@ -30,6 +30,7 @@ from shared.telemetry import gauge, histogram
 
 log = structlog.get_logger()
 VERSION_NOTE = "policy_version"  # of the books: set where a replay made other weights
+T = TypeVar("T")
 EndState = Literal["finished", "failed", "cancelled", "paused"]
 
 
@@ -129,23 +130,14 @@ class Conductor:
         self._check_bounds(result)
 
     async def _collect(self) -> list[KeptGroup]:
-        """A step's worth of groups, unless a pause is asked for first."""
         deadline_s = self.parts.job.bounds.step_deadline_s
-        taking = asyncio.create_task(self.parts.collector.take(deadline_s=deadline_s))
-        pausing = asyncio.create_task(self.pause_asked.wait())
         try:
-            await asyncio.wait({taking, pausing}, return_when=asyncio.FIRST_COMPLETED)
-            if not taking.done():
-                self._obey_pause()
-            return taking.result()
+            return await self._unless_paused(self.parts.collector.take(deadline_s=deadline_s))
         except DeadlineExceeded as err:
             where = await self._whereabouts()
             raise JobPaused(f"{err} (bounds.step_deadline_s). {where}") from err
         except StepStarved as err:
             raise JobPaused(str(err)) from err
-        finally:
-            await end(pausing)
-            await end(taking)
 
     async def _commit(self, groups: Sequence[KeptGroup]) -> int:
         """Make the batch durable; from here on its groups count as trained."""
@@ -197,12 +189,13 @@ class Conductor:
         p = self.parts
         version = p.progress.policy_version
         if self._eval_request is not None:  # a version to be evaluated is pinned before the next
-            await self._eval_request
+            await self._unless_paused(_result(self._eval_request))
             self._eval_request = None
         await p.publisher.publish(version)
         if p.admission.max_lag == 0:
             deadline_s = p.job.update.deadline_s
-            if await p.publisher.wait_served(version, deadline_s=deadline_s):
+            serving = p.publisher.wait_served(version, deadline_s=deadline_s)
+            if await self._unless_paused(serving):
                 grace_s = p.config.settle_grace_s
                 await p.publisher.wait_settled(version, grace_s=grace_s)
         if p.evals.due(p.progress.step, version):
@@ -216,29 +209,32 @@ class Conductor:
         if p.progress.step % p.job.checkpoint.every_steps == 0 or not p.progress.steps_left:
             await p.keeper.save(p.progress.step)
 
-    def _tell_step(self, step: int, watch: Stopwatch) -> None:
+    def _tell_step(self, step: int, watch: Stopwatch | None) -> None:
+        """`watch` is None for a step that another process took: nobody knows how long it took."""
         p = self.parts
         made = p.books.steps(step)[0]
         result = made.result or {}
-        seconds = watch.total_s
+        seconds = watch.total_s if watch else None
+        parts = watch.parts if watch else {}
         fields = made.batch_facts | result
         fields |= {
             "step": step,
             "policy_version": made.policy_version,
-            "seconds": watch.parts | result.get("seconds", {}),
+            "seconds": parts | result.get("seconds", {}),
             "step_seconds": seconds,
-            "tokens_per_s": made.batch_facts["tokens"] / seconds,
+            "tokens_per_s": made.batch_facts["tokens"] / seconds if seconds else None,
         }
         p.books.tell_step(step, fields=fields, event=p.events("step", **fields))
         p.record.flush_journal()
-        histogram("trainer_step_seconds", "Duration of a step.").observe(seconds)
+        if seconds is not None:
+            histogram("trainer_step_seconds", "Duration of a step.").observe(seconds)
         gauge("trainer_step", "Steps taken.").set(step)
         log.info(
             "step_finished",
             step=step,
             reward=fields["reward_raw"],
             delta_logprob=result.get("delta_logprob_mean"),
-            seconds=round(seconds, 3),
+            seconds=seconds,
         )
 
     def _check_bounds(self, result: dict[str, Any]) -> None:
@@ -249,6 +245,19 @@ class Conductor:
                 f"step {self.parts.progress.step}: mean |delta log p| between sampler and trainer "
                 f"is {drift:.4g}, above bounds.max_mean_abs_delta_logprob = {bound:g}"
             )
+
+    async def _unless_paused(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """The result of a wait, which a pause interrupts."""
+        task = asyncio.create_task(waiting)
+        pausing = asyncio.create_task(self.pause_asked.wait())
+        try:
+            await asyncio.wait({task, pausing}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._obey_pause()
+            return task.result()
+        finally:
+            await end(pausing)
+            await end(task)
 
     def _obey_pause(self) -> None:
         if self.pause_asked.is_set():
@@ -270,7 +279,7 @@ class Conductor:
             if made.result is None:  # the batch was durable; now the ranks have trained it
                 p.books.keep_result(made.step, await p.keeper.train(made.step))
             if made.told is None:
-                self._tell_step(made.step, Stopwatch())
+                self._tell_step(made.step, None)
 
     def _read_progress(self) -> None:
         p = self.parts
@@ -343,3 +352,8 @@ class Conductor:
             f"Unfinished messages by stage: {stages}. Rollout servers of this job: "
             f"{servers or 'none'}. Live replicas: {alive}. Current version: {p.publisher.current}"
         )
+
+
+async def _result(task: asyncio.Task[T]) -> T:
+    """What the task comes to; it goes on if we are cancelled."""
+    return await asyncio.shield(task)

@@ -1,0 +1,164 @@
+"""The keeper on real ranks: killed in mid-run, they come back bit-equal from checkpoint and log."""
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.entries import Draw
+from services.trainer.events import EventLog, event_maker
+from services.trainer.keeper import RankKeeper, StepRefused
+from services.trainer.ranks import RankDeadlines, Ranks, RanksLost
+from services.trainer.versions import VersionStore
+from shared.errors import RemoteError
+from shared.job import Job
+from shared.messages import TrainingBatch, TrainingSample
+
+pytestmark = pytest.mark.timeout(180)
+POLICY = Path("assets/tiny-dsv4").resolve()
+
+
+def make_job(checkpoint: Path = POLICY) -> Job:
+    return Job.model_validate(
+        {
+            "name": "test",
+            "steps": 4,
+            "model": {"rollout_checkpoint": str(checkpoint)},
+            "data": {"path": "unused.jsonl"},
+            "sampling": {"context_length": 64, "max_response_tokens": 24},
+            "actor": {
+                "dtype": "float32",
+                "max_tokens_per_gpu": 512,
+                "optimizer": {"learning_rate": 1e-3},
+            },
+        }
+    )
+
+
+def batch(step: int, *, broken: bool = False) -> TrainingBatch:
+    rng = np.random.default_rng(step)
+    samples = [
+        TrainingSample(
+            rollout_id=f"g{step}.{index}",
+            group_id=f"g{step}",
+            token_ids=rng.integers(1, 250, 12),
+            num_prompt_tokens=6,
+            sampler_logprobs=np.full(6, np.nan if broken else -2.0),
+            advantage=float(index * 2 - 1),
+            reward=float(index),
+            oldest_version=step - 1,
+        )
+        for index in range(2)
+    ]
+    return TrainingBatch(
+        job_id="test-0000",
+        step=step,
+        policy_version=step - 1,
+        temperature=1.0,
+        samples=samples,
+        group_ids=[f"g{step}"],
+    )
+
+
+class Run:
+    """A keeper on real ranks, with the books that it restores from."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir()
+        self.books = Books(run_dir / BOOKS_FILE)
+        self.record = EventLog(run_dir, self.books)
+        self.store = VersionStore(run_dir)
+        self.keeper = RankKeeper(
+            lambda: Ranks.start(
+                job_id="test-0000", job=make_job(), run_dir=run_dir, deadlines=RankDeadlines()
+            ),
+            books=self.books,
+            run_dir=run_dir,
+            keep_checkpoints=1,
+            record=self.record,
+            events=event_maker("test-0000", "trainer-0"),
+        )
+
+    async def step(self, number: int, *, broken: bool = False) -> dict:
+        draw = self.books.next_draw()
+        self.books.record_draws([Draw(draw, f"d{draw}", 0)])
+        self.books.commit_batch(
+            number,
+            body=batch(number, broken=broken).pack(),
+            group_ids=[f"d{draw}"],
+            policy_version=number,
+            batch_facts={},
+        )
+        result = await self.keeper.train(number)
+        self.books.keep_result(number, result)
+        return result
+
+    async def checksums(self, version: int) -> list[str]:
+        await self.keeper.export(version, self.store.fresh_path(version))
+        manifest = self.store.manifest(version)
+        assert manifest is not None
+        return [tensor.checksum for tensor in manifest.tensors]
+
+    async def close(self) -> None:
+        await self.keeper.stop()
+        self.record.close()
+        self.books.close()
+
+
+def kill_ranks() -> None:
+    """kill -9 of every rank process that this test started."""
+    for child in psutil.Process().children(recursive=True):
+        if "services.trainer.learner" in child.cmdline() and "--nnodes" not in child.cmdline():
+            os.kill(child.pid, signal.SIGKILL)
+
+
+@pytest_asyncio.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    run = Run(tmp_path / "run")
+    yield run
+    await run.close()
+
+
+async def test_killed_ranks_come_back_bit_equal(run: Run) -> None:
+    await run.keeper.restore()
+    result = await run.step(1)
+    assert result["delta_logprob_mean"] >= 0
+    assert set(result["seconds"]) >= {"forward_backward", "optimizer"}
+    await run.keeper.save(1)
+    await run.step(2)
+    await run.step(3)
+    before = await run.checksums(3)
+    kill_ranks()
+    assert await run.checksums(3) == before
+    events = [body["name"] for _, body in run.books.journal(0)]
+    assert events == ["checkpoint_saved", "rank_restarted", "replayed"]
+    with pytest.raises(StepRefused, match="step 4 was refused"):
+        await run.step(4, broken=True)
+    assert await run.checksums(3) == before
+    (scores,) = await run.keeper.score([[1, 2, 3, 4]], temperature=1.0)
+    assert len(scores) == 3
+    await run.keeper.stop()
+    left = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert not [line for line in left if "services.trainer.learner" in line]
+
+
+async def test_ranks_that_cannot_start_say_why(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises((RemoteError, RanksLost), match=r"config\.json"):
+        await Ranks.start(
+            job_id="test-0000",
+            job=make_job(tmp_path / "empty"),
+            run_dir=tmp_path,
+            deadlines=RankDeadlines(),
+        )
+    assert not [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "services.trainer.learner" in child.cmdline()
+    ]

@@ -1,0 +1,334 @@
+"""The trainer's application with fake ranks: submissions, the queue, and every route."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from fastapi import FastAPI
+from redis.asyncio import Redis
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from services.trainer.app import create_app, workers
+from services.trainer.config import ConductorConfig, TrainerConfig
+from services.trainer.jobs.store import StoredJob
+from services.trainer.keeper import StartRanks
+from shared import topology
+from shared.messages import JobAnnounced
+from shared.registry import live_replicas
+from shared.tasks import end
+from tests.integration.conductor_world import FakeRanks
+
+
+@dataclass
+class Trainer:
+    app: FastAPI
+    http: httpx.AsyncClient
+    root: Path
+    refuse: set[int] = field(default_factory=set)
+
+    def document(self, **changes: Any) -> dict[str, Any]:
+        return {
+            "name": "test",
+            "steps": 2,
+            "model": {"rollout_checkpoint": str(self.root / "policy")},
+            "data": {"path": str(self.root / "rows.jsonl")},
+            "sampling": {"context_length": 32, "max_response_tokens": 8},
+            **changes,
+        }
+
+    async def submit(self, **changes: Any) -> str:
+        answer = await self.http.post("/v1/jobs", json=self.document(**changes))
+        assert answer.status_code == 201, answer.text
+        return answer.json()["job_id"]
+
+    async def until_ok(self, method: str, route: str, **body: Any) -> httpx.Response:
+        async with asyncio.timeout(10):
+            while True:
+                answer = await self.http.request(method, route, **body)
+                if answer.status_code == 200:
+                    return answer
+                await asyncio.sleep(0.05)
+
+    async def until_state(self, job_id: str, state: str) -> dict[str, Any]:
+        async with asyncio.timeout(15):
+            while True:
+                status = (await self.http.get(f"/v1/jobs/{job_id}")).json()
+                if status["state"] == state:
+                    return status
+                await asyncio.sleep(0.05)
+
+
+def make_policy(path: Path) -> None:
+    path.mkdir()
+    vocab = {chr(i): i for i in range(128)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="\x00"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"vocab_size": 128, "eos_token_id": 1}))
+
+
+@contextlib.asynccontextmanager
+async def running(config: TrainerConfig, root: Path) -> AsyncIterator[Trainer]:
+    """The application with its workers; leaving stops it as SIGTERM would."""
+    refuse: set[int] = set()
+
+    def begin(job: StoredJob, run_dir: Path) -> StartRanks:
+        async def start() -> FakeRanks:
+            return FakeRanks([], [], refuse)
+
+        return start
+
+    app = create_app(config, begin_ranks=begin)
+    stop = asyncio.Event()
+    async with app.router.lifespan_context(app):
+        tasks = [asyncio.create_task(worker(stop)) for worker in workers(app, config)]
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as http:
+            yield Trainer(app, http, root, refuse)
+        stop.set()
+        await asyncio.wait(tasks, timeout=10)
+        for task in tasks:
+            if task.done():
+                task.result()
+            await end(task)
+
+
+async def until_key(redis: Redis, key: str) -> None:
+    async with asyncio.timeout(10):
+        while not await redis.exists(key):  # noqa: ASYNC110  another process's doing
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def config(tmp_path: Path, redis_url: str, redis: Redis) -> TrainerConfig:
+    make_policy(tmp_path / "policy")
+    rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(8)]
+    lines = [json.dumps({"problem": row["prompt"], "answer": row["label"]}) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    return TrainerConfig(
+        redis_url=redis_url,
+        replica="trainer-0",
+        runs_dir=tmp_path / "runs",
+        data_roots=(tmp_path,),
+        conductor=ConductorConfig(goodbye_s=3.0),
+    )
+
+
+@pytest_asyncio.fixture
+async def trainer(config: TrainerConfig, tmp_path: Path) -> AsyncIterator[Trainer]:
+    async with running(config, tmp_path) as trainer:
+        yield trainer
+
+
+WRONG = [
+    ({"seps": 2}, "seps", 2, "did you mean steps?", "steps"),
+    ({"steps": 0}, "steps", 0, "greater than 0", "gt 0"),
+    ({"steps": "many"}, "steps", "many", "integer", None),
+    ({"name": "No Spaces"}, "name", "No Spaces", "pattern", "a-z"),
+    ({"sampling": {"context_length": 32}}, "sampling.max_response_tokens", None, "required", None),
+    (
+        {"sampling": {"context_length": 32, "max_response_tokens": 8, "top_pp": 1}},
+        "sampling.top_pp",
+        1,
+        "did you mean top_p?",
+        "top_k",
+    ),
+    ({"data": {}}, "data", "{}", "either path or dataset", None),
+    ({"data": {"path": "x", "format": "xml"}}, "data.format", "xml", "Input should be", "gsm8k"),
+    ({"data": {"path": "/etc/passwd"}}, "data.path", "/etc/passwd", "outside the data roots", "/"),
+    ({"data": {"path": "$NOT_SET/x"}}, "data.path", "$NOT_SET/x", "not set", None),
+    ({"data": {"path": "README.mdx"}}, "data.path", None, "README.mdx", None),
+    (
+        {"model": {"rollout_checkpoint": "assets"}},
+        "model.rollout_checkpoint",
+        "assets",
+        "config",
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "value", "message", "allowed"), WRONG)
+async def test_wrong_document_is_refused_by_key(
+    trainer: Trainer, changes: dict, key: str, value: Any, message: str, allowed: str | None
+) -> None:
+    answer = await trainer.http.post("/v1/jobs", json=trainer.document(**changes))
+    assert answer.status_code == 422
+    (problem,) = answer.json()["detail"]
+    assert problem["key"] == key
+    assert value is None or problem["value"] == value
+    assert message in problem["message"]
+    assert allowed is None or allowed in str(problem["allowed"])
+    assert (await trainer.http.get("/v1/jobs")).json() == {"jobs": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "empty"),
+        ('{"problem": "1+1=", "answer": "2"}\n{"problem": "1+2="}\n', "rows.jsonl, line 2"),
+        ('{"problem": "1+1=", "answer": "2"}\nnot json\n', "rows.jsonl, line 2"),
+    ],
+)
+async def test_bad_data_is_refused_by_file_and_line(
+    trainer: Trainer, content: str, message: str
+) -> None:
+    (trainer.root / "rows.jsonl").write_text(content)
+    answer = await trainer.http.post("/v1/jobs", json=trainer.document())
+    assert answer.status_code == 422
+    (problem,) = answer.json()["detail"]
+    assert problem["key"] == "data.path"
+    assert message in problem["message"]
+
+
+async def test_link_out_of_the_data_roots_is_refused(trainer: Trainer) -> None:
+    (trainer.root / "link.jsonl").symlink_to("/etc/hostname")
+    data = {"path": str(trainer.root / "link.jsonl")}
+    answer = await trainer.http.post("/v1/jobs", json=trainer.document(data=data))
+    assert answer.status_code == 422
+    assert "outside the data roots" in answer.json()["detail"][0]["message"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'"job"', b""])
+async def test_body_that_is_no_document_is_refused(trainer: Trainer, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    answer = await trainer.http.post("/v1/jobs", content=body, headers=headers)
+    assert answer.status_code == 422
+    assert {"key", "value", "message"} <= set(answer.json()["detail"][0])
+
+
+async def test_oversized_document_is_refused(trainer: Trainer) -> None:
+    answer = await trainer.http.post("/v1/jobs", json={"name": "x" * 2**20})
+    assert answer.status_code == 413
+
+
+async def test_repeated_submission_with_a_key_is_one_job(trainer: Trainer) -> None:
+    headers = {"Idempotency-Key": "k1"}
+    answers = [
+        await trainer.http.post("/v1/jobs", json=trainer.document(), headers=headers)
+        for _ in range(3)
+    ]
+    assert [answer.status_code for answer in answers] == [201, 200, 200]
+    assert len({answer.json()["job_id"] for answer in answers}) == 1
+    other = await trainer.http.post("/v1/jobs", json=trainer.document(steps=9), headers=headers)
+    assert other.status_code == 409
+    assert len((await trainer.http.get("/v1/jobs")).json()["jobs"]) == 1
+
+
+async def test_jobs_run_one_after_the_other(trainer: Trainer, redis: Redis) -> None:
+    """No server is there, so the first job waits until it is cancelled."""
+    first, second = [await trainer.submit() for _ in range(2)]
+    status = await trainer.until_state(first, "running")
+    assert (status["step"], status["steps"], status["policy_version"]) == (0, 2, 0)
+    assert (await trainer.http.get(f"/v1/jobs/{second}")).json()["state"] == "queued"
+    await until_key(redis, topology.JOB_CURRENT)
+    announced = JobAnnounced.unpack(await redis.get(topology.JOB_CURRENT))
+    assert (announced.job_id, announced.state) == (first, "active")
+    assert announced.job["data"]["path"] == str(trainer.root / "rows.jsonl")
+    await trainer.http.post(f"/v1/jobs/{first}/cancel")
+    await trainer.until_state(first, "cancelled")
+    await trainer.until_state(second, "running")
+    (replica,) = await live_replicas(redis, "trainer")
+    assert replica.name == "trainer-0"
+
+
+async def test_waiting_job_is_paused_resumed_and_cancelled(trainer: Trainer) -> None:
+    first, second = [await trainer.submit() for _ in range(2)]
+    await trainer.until_state(first, "running")
+    for action, state in [("pause", "paused"), ("resume", "queued"), ("cancel", "cancelled")]:
+        answer = await trainer.http.post(f"/v1/jobs/{second}/{action}")
+        assert (answer.status_code, answer.json()["state"]) == (200, state)
+    again = await trainer.http.post(f"/v1/jobs/{second}/resume")
+    assert again.status_code == 409
+    assert "is cancelled" in again.json()["detail"]
+
+
+async def test_running_job_is_paused_and_resumed(trainer: Trainer) -> None:
+    job_id = await trainer.submit()
+    await trainer.until_state(job_id, "running")
+    await trainer.http.post(f"/v1/jobs/{job_id}/pause")
+    status = await trainer.until_state(job_id, "paused")
+    assert status["error"] == "paused on request"
+    await trainer.http.post(f"/v1/jobs/{job_id}/resume")
+    await trainer.until_state(job_id, "running")
+
+
+async def test_job_in_progress_is_taken_up_by_the_next_process(
+    config: TrainerConfig, tmp_path: Path
+) -> None:
+    async with running(config, tmp_path) as trainer:
+        job_id = await trainer.submit()
+        await trainer.until_state(job_id, "running")
+    async with running(config, tmp_path) as trainer:
+        await trainer.until_state(job_id, "running")
+        lines = (config.runs_dir / job_id / "events.jsonl").read_text().splitlines()
+        assert [json.loads(line)["name"] for line in lines].count("job_started") <= 2
+
+
+async def test_events_are_streamed_to_the_end(trainer: Trainer) -> None:
+    job_id = await trainer.submit()
+    await trainer.until_state(job_id, "running")
+    await trainer.http.post(f"/v1/jobs/{job_id}/cancel")
+    await trainer.until_state(job_id, "cancelled")
+    text = (await trainer.http.get(f"/v1/jobs/{job_id}/events")).text
+    blocks = text.strip().split("\n\n")
+    assert blocks[-1] == 'event: end\ndata: {"state": "cancelled"}'
+    assert blocks[0].startswith("id: 1\ndata: {")
+    names = [json.loads(block.split("data: ")[1])["name"] for block in blocks[:-1]]
+    assert (names[0], names[-1]) == ("job_started", "job_finished")
+    later = (await trainer.http.get(f"/v1/jobs/{job_id}/events?after={len(names)}")).text
+    assert later == 'event: end\ndata: {"state": "cancelled"}\n\n'
+    headers = {"Last-Event-ID": "1"}
+    rest = (await trainer.http.get(f"/v1/jobs/{job_id}/events", headers=headers)).text
+    assert rest.startswith("id: 2\n")
+    assert (await trainer.http.get(f"/v1/jobs/{job_id}/metrics")).json()["after"] == len(names)
+    summary = await trainer.http.get(f"/v1/jobs/{job_id}/summary")
+    assert summary.json()["state"] == "cancelled"
+    assert (await trainer.http.get(f"/v1/jobs/{job_id}/report")).status_code == 200
+
+
+async def test_weights_of_the_active_job_are_served_in_ranges(trainer: Trainer) -> None:
+    assert (await trainer.http.get("/v1/weights/0/manifest")).status_code == 404
+    job_id = await trainer.submit()
+    answer = await trainer.until_ok("GET", "/v1/weights/0/manifest")
+    assert answer.json()["policy_version"] == 0
+    whole = (await trainer.http.get("/v1/weights/0/shards/0")).content
+    assert len(whole) == 32
+    part = await trainer.http.get("/v1/weights/0/shards/0", headers={"Range": "bytes=8-"})
+    assert (part.status_code, part.content) == (206, whole[8:])
+    assert (await trainer.http.get("/v1/weights/0/shards/1")).status_code == 404
+    assert (await trainer.http.get("/v1/weights/1/manifest")).status_code == 404
+    await trainer.http.post(f"/v1/jobs/{job_id}/cancel")
+
+
+async def test_scores_name_their_version(trainer: Trainer) -> None:
+    asked: dict[str, Any] = {"sequences": [[1, 2, 3], [4, 5]]}
+    assert (await trainer.http.post("/v1/score", json=asked)).status_code == 409
+    job_id = await trainer.submit()
+    await trainer.until_state(job_id, "running")
+    answer = await trainer.until_ok("POST", "/v1/score", json=asked)
+    assert answer.json() == {"policy_version": 0, "logprobs": [[-1.0, -1.0], [-1.0]]}
+    wrong = await trainer.http.post("/v1/score", json=asked | {"policy_version": 3})
+    assert wrong.status_code == 409
+    assert "version 0 is held, not 3" in wrong.json()["detail"]
+
+
+@pytest.mark.parametrize("route", ["", "/events", "/metrics", "/report", "/summary"])
+async def test_unknown_job_is_not_found(trainer: Trainer, route: str) -> None:
+    assert (await trainer.http.get(f"/v1/jobs/nobody-0000{route}")).status_code == 404
+
+
+async def test_health_and_servers(trainer: Trainer, redis: Redis) -> None:
+    await until_key(redis, topology.replica("trainer", "trainer-0"))
+    assert (await trainer.http.get("/healthz")).status_code == 200
+    assert (await trainer.http.get("/readyz")).status_code == 200
+    assert b"# HELP" in (await trainer.http.get("/metrics")).content
+    assert (await trainer.http.get("/openapi.json")).status_code == 200
+    assert (await trainer.http.get("/v1/servers")).json()["servers"][0]["name"] == "trainer-0"
