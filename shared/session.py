@@ -58,6 +58,11 @@ class Session:
         )
         self._label = consumer.stream.rsplit(":", 1)[-1]
 
+    @property
+    def held_ids(self) -> set[bytes]:
+        """Entries that are read and neither acked, buried nor given up."""
+        return set(self._held)
+
     async def deliveries(
         self, stop: asyncio.Event, *, max_unacked: int = 256
     ) -> AsyncIterator[Delivery]:

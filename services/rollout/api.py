@@ -1,0 +1,264 @@
+"""HTTP of a rollout server: sample, score, and the update transaction."""
+
+import asyncio
+from typing import Annotated, Any, cast
+
+import numpy as np
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from services.rollout.engine.requests import Completion, GroupRequest
+from services.rollout.server import RolloutServer
+from services.rollout.serving import Serving
+from services.rollout.weights import CommitFailed, UpdateConflict, UpdateUnknown
+from services.rollout.worker import text_of
+from shared.errors import ChannelClosed, DeadlineExceeded, Retryable
+from shared.messages import SamplingParams
+from shared.registry import live_replicas
+from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
+
+router = APIRouter(prefix="/v1")
+
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "the body is not JSON"},
+    409: {"description": "that version is not held, or the update is in another state"},
+    422: {"description": "a value is out of bounds; it is named"},
+    503: {"description": "no engine, or no weights yet"},
+    504: {"description": "the deadline passed"},
+}
+_UPDATE_PROBLEMS = _PROBLEMS | {404: {"description": "no update of that version"}}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Prompt(_Body):
+    """Token ids or text. Example: {"text": "37+48="}."""
+
+    token_ids: list[int] | None = None
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "Prompt":
+        if (self.token_ids is None) == (self.text is None):
+            raise ValueError("give either token_ids or text")
+        return self
+
+
+class GenerateRequest(_Body):
+    """Sample i of prompt j is seeded by (seed, j, i)."""
+
+    prompts: list[Prompt] = Field(min_length=1)
+    num_samples: int = Field(1, gt=0)
+    sampling: SamplingParams
+    seed: int = 0
+    policy_version: int | None = Field(None, description="refuse to sample with any other")
+    timeout_s: float = Field(600.0, gt=0)
+
+
+class Sample(_Body):
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+    version_spans: list[dict[str, int]]
+
+
+class GenerateResponse(_Body):
+    policy_version: int
+    results: list[list[Sample]]
+
+
+class ScoreRequest(_Body):
+    sequences: list[Annotated[list[int], Field(min_length=2)]] = Field(min_length=1)
+    temperature: float = Field(1.0, gt=0)
+    policy_version: int | None = Field(None, description="refuse to score with any other")
+    timeout_s: float = Field(600.0, gt=0)
+
+
+class ScoreResponse(_Body):
+    """logprobs[i][t] is of token t + 1 of sequence i."""
+
+    policy_version: int
+    logprobs: list[list[float]]
+
+
+@router.post("/generate", responses=_PROBLEMS, tags=["sampling"])
+async def generate(body: GenerateRequest, request: Request) -> GenerateResponse:
+    """Complete every prompt `num_samples` times, all under one deadline."""
+    server, serving = _server(request), _serving(request)
+    _check_generate(body, server)
+    requests = [_group_request(body, j, serving) for j in range(len(body.prompts))]
+    version = cast(int, serving.policy_version)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            sampling = [
+                tasks.create_task(serving.sample(one, timeout_s=body.timeout_s)) for one in requests
+            ]
+    except* (Retryable, ValueError, ChannelClosed, DeadlineExceeded, TimeoutError) as errors:
+        raise _first(errors) from errors
+    results = [[_sample(one, serving) for one in task.result()] for task in sampling]
+    return GenerateResponse(policy_version=version, results=results)
+
+
+@router.post("/score", responses=_PROBLEMS, tags=["sampling"])
+async def score(body: ScoreRequest, request: Request) -> ScoreResponse:
+    """Log-probabilities of given tokens, by the path that samples them."""
+    server, serving = _server(request), _serving(request)
+    _check_count("sequences", len(body.sequences), server.config.limits.max_prompts)
+    answer = await serving.engine.score(
+        body.sequences,
+        temperature=body.temperature,
+        policy_version=body.policy_version,
+        timeout_s=min(body.timeout_s, server.config.limits.max_timeout_s),
+    )
+    logprobs = [np.frombuffer(one, "<f4").tolist() for one in answer["logprobs"]]
+    return ScoreResponse(policy_version=answer["policy_version"], logprobs=logprobs)
+
+
+@router.get("/info", tags=["operation"])
+async def info(request: Request) -> dict[str, Any]:
+    """Job, version, state and load."""
+    return _server(request).info()
+
+
+@router.post("/pause", responses=_PROBLEMS, tags=["operation"])
+async def pause(request: Request) -> dict[str, Any]:
+    """Stop decoding where it is; running completions stay in their slots."""
+    server = _server(request)
+    await _serving(request, needs_weights=False).engine.pause()
+    server.paused = True
+    server.note_change()
+    return server.info()
+
+
+@router.post("/continue", responses=_PROBLEMS, tags=["operation"])
+async def go_on(request: Request) -> dict[str, Any]:
+    server = _server(request)
+    await _serving(request, needs_weights=False).engine.go_on()
+    server.paused = False
+    server.note_change()
+    return server.info()
+
+
+@router.post("/weights/updates", status_code=202, responses=_UPDATE_PROBLEMS, tags=["weights"])
+async def begin_update(body: BeginUpdate, request: Request) -> UpdateStatus:
+    """Start pulling a version; the one that is served stays until the commit."""
+    server, serving = _server(request), _serving(request, needs_weights=False)
+    peers = [
+        *(await live_replicas(server.redis, "trainer")),
+        *(await live_replicas(server.redis, "rollout")),
+    ]
+    return serving.updates.begin(body, known_sources=server.known_sources(peers))
+
+
+@router.get("/weights/updates/{version}", responses=_UPDATE_PROBLEMS, tags=["weights"])
+async def update_status(version: int, request: Request) -> UpdateStatus:
+    return _serving(request, needs_weights=False).updates.status(version)
+
+
+@router.post(
+    "/weights/updates/{version}/commit",
+    responses=_UPDATE_PROBLEMS | {500: {"description": "refused; the previous version serves"}},
+    tags=["weights"],
+)
+async def commit_update(version: int, body: CommitUpdate, request: Request) -> CommitResult:
+    """Activate a staged version, or serve on as before."""
+    return await _serving(request, needs_weights=False).updates.commit(version, body)
+
+
+@router.delete("/weights/updates/{version}", responses=_UPDATE_PROBLEMS, tags=["weights"])
+async def abort_update(version: int, request: Request) -> UpdateStatus:
+    return await _serving(request, needs_weights=False).updates.abort(version)
+
+
+async def answer_error(_: Request, err: Exception) -> JSONResponse:
+    """One status per kind of error, its text as the detail."""
+    for kind, status in STATUS.items():
+        if isinstance(err, kind):
+            return JSONResponse({"detail": str(err) or "the deadline passed"}, status_code=status)
+    raise err
+
+
+STATUS: dict[type[Exception], int] = {
+    UpdateUnknown: 404,
+    UpdateConflict: 409,
+    CommitFailed: 500,
+    Retryable: 409,
+    ChannelClosed: 503,
+    DeadlineExceeded: 504,
+    TimeoutError: 504,
+    ValueError: 422,
+}
+
+
+def _server(request: Request) -> RolloutServer:
+    return cast(RolloutServer, request.app.state.server)
+
+
+def _serving(request: Request, *, needs_weights: bool = True) -> Serving:
+    server = _server(request)
+    if server.serving is None:
+        raise HTTPException(503, f"no engine: {server.unready() or 'no job is active'}")
+    if needs_weights and server.serving.policy_version is None:
+        raise HTTPException(503, "waiting for weights")
+    return server.serving
+
+
+def _check_generate(body: GenerateRequest, server: RolloutServer) -> None:
+    limits = server.config.limits
+    _check_count("prompts", len(body.prompts), limits.max_prompts)
+    _check_count("samples", len(body.prompts) * body.num_samples, limits.max_samples)
+    if body.timeout_s > limits.max_timeout_s:
+        raise ValueError(f"timeout_s {body.timeout_s:g} exceeds {limits.max_timeout_s:g}")
+
+
+def _check_count(what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise ValueError(f"{number} {what} exceed {limit}")
+
+
+def _group_request(body: GenerateRequest, index: int, serving: Serving) -> GroupRequest:
+    prompt, sampling = body.prompts[index], body.sampling
+    ids = prompt.token_ids if prompt.text is None else serving.tokenizer.encode(prompt.text)
+    if "stop_token_ids" not in sampling.model_fields_set:
+        stops = list(serving.tokenizer.stop_token_ids)
+        sampling = sampling.model_copy(update={"stop_token_ids": stops})
+    vocabulary = serving.engine.spec.arch.vocab_size
+    for token_id in (*(ids or ()), *sampling.stop_token_ids):
+        if not 0 <= token_id < vocabulary:
+            text = f"token id {token_id} is outside the vocabulary of {vocabulary}"
+            raise ValueError(f"prompt {index}: {text}")
+    return GroupRequest(
+        request_id="",
+        prompt_token_ids=np.array(ids, np.int32),
+        samples=list(range(body.num_samples)),
+        sampling=sampling,
+        seed=body.seed,
+        prompt_index=index,
+        policy_version=body.policy_version,
+    )
+
+
+def _sample(completion: Completion, serving: Serving) -> Sample:
+    return Sample(
+        token_ids=completion.token_ids.tolist(),
+        logprobs=completion.logprobs.tolist(),
+        text=text_of(completion, serving.tokenizer),
+        finish_reason=completion.finish_reason,
+        version_spans=[
+            {"policy_version": version, "num_tokens": num}
+            for version, num in completion.version_spans
+        ],
+    )
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
+    """The first error of a group of them, groups opened."""
+    first: BaseException = errors
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    assert isinstance(first, Exception)
+    return first

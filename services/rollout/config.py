@@ -1,0 +1,40 @@
+"""Settings of a rollout server; engine and model are the job's."""
+
+import tempfile
+from pathlib import Path
+
+from pydantic import Field
+
+from shared.config import Part, ServiceConfig, settings_of
+
+
+class LimitsConfig(Part):
+    """What one request may ask for."""
+
+    max_prompts: int = Field(4096, gt=0)
+    """Prompts of one /v1/generate, or sequences of one /v1/score."""
+    max_samples: int = Field(65536, gt=0)
+    """Completions of one /v1/generate."""
+    max_timeout_s: float = Field(3600.0, gt=0)
+    """Longest deadline that a request may set."""
+
+
+class RolloutConfig(ServiceConfig):
+    """The rollout service's process."""
+
+    model_config = settings_of("rollout")
+
+    port: int = Field(8710, ge=0, le=65535)
+    """TCP port to listen on."""
+    staging_dir: Path = Path(tempfile.gettempdir()) / "tandem-staging"
+    """Weight shards are pulled into `<staging_dir>/<replica>/`; memory-backed is fastest."""
+    max_update_bytes: int = Field(2**40, gt=0)
+    """A version larger than this is refused."""
+    group_deadline_s: float = Field(1800.0, gt=0)
+    """Longest time one group may be sampled; then its prompt goes back to the others."""
+    version_wait_s: float = Field(20.0, gt=0)
+    """How long a taken prompt waits for the version it asks for, before it goes back."""
+    watch_s: float = Field(0.2, gt=0)
+    """How often the current version and the holds are looked at."""
+    limits: LimitsConfig = LimitsConfig()
+    """What one request may ask for."""

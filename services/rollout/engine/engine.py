@@ -1,0 +1,191 @@
+"""The service's side of its engine: starts the child, asks it, notices when it dies.
+
+All a service knows of an engine is here: generate, score, activate a staged version, pause, stop.
+No tensor and no torch on this side.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from shared.channel import AsyncChannel, listening
+from shared.errors import ChannelClosed, DeadlineExceeded
+from shared.tasks import end
+from shared.weights.protocol import CommitResult, CommitUpdate
+
+log = structlog.get_logger()
+
+START_S = 60.0
+STOP_S = 5.0
+CALL_S = 30.0
+
+# Small tensors come and go at every step: give their memory back to the allocator, not the kernel.
+_ALLOCATOR = {
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """What the child last said of itself."""
+
+    running: int = 0
+    waiting: int = 0
+    tokens_sampled: int = 0
+
+
+class Engine:
+    """One running child. `died` is set when it ends without being asked to."""
+
+    def __init__(self, spec: EngineSpec, channel: AsyncChannel, child: asyncio.subprocess.Process):
+        self.spec = spec
+        self.pid = child.pid
+        self.load = EngineLoad()
+        self.died = asyncio.Event()
+        self.on_load: Callable[[EngineLoad], None] | None = None
+        self.policy_version: int | None = None
+        self.checksum: str | None = None
+        self._channel = channel
+        self._child = child
+        self._numbers = itertools.count()
+        self._stopping = False
+        self._watching = asyncio.create_task(self._watch(), name="engine child")
+        channel.on_event = self._heard
+
+    async def generate(self, request: GroupRequest, *, timeout_s: float) -> list[Completion]:
+        """All completions of a request; an update in `abort` mode may cut them short.
+
+        A caller that gives up, or a deadline, ends the request in the child, too.
+        """
+        try:
+            answer = await self._channel.request(
+                "generate", request.to_payload(), timeout_s=timeout_s
+            )
+        except (DeadlineExceeded, asyncio.CancelledError):
+            await self._abort(request.request_id)
+            raise
+        return [Completion.from_payload(payload) for payload in answer["completions"]]
+
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        temperature: float,
+        policy_version: int | None,
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        """policy_version, and logprobs as little-endian FP32 bytes of each sequence."""
+        payload = {
+            "sequences": [list(sequence) for sequence in sequences],
+            "temperature": temperature,
+            "policy_version": policy_version,
+        }
+        return await self._channel.request("score", payload, timeout_s=timeout_s)
+
+    async def activate(
+        self, folder: Path, commit: CommitUpdate, *, timeout_s: float
+    ) -> CommitResult:
+        """Serve the version staged in `folder`; RemoteError (WeightsCorrupt) leaves the old one."""
+        payload = {
+            "folder": str(folder),
+            "commit": commit.model_dump_json(),
+            "asked_at_s": time.monotonic(),
+        }
+        answer = await self._channel.request("activate", payload, timeout_s=timeout_s)
+        result = CommitResult.model_validate(answer)
+        self.policy_version, self.checksum = result.version, result.effective_checksum
+        return result
+
+    async def pause(self) -> None:
+        await self._channel.request("pause", timeout_s=CALL_S)
+
+    async def go_on(self) -> None:
+        await self._channel.request("continue", timeout_s=CALL_S)
+
+    def new_request_id(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+    async def stop(self) -> None:
+        """End the child; unanswered requests end with `ChannelClosed`."""
+        self._stopping = True
+        with contextlib.suppress(ChannelClosed, DeadlineExceeded):
+            await self._channel.request("stop", timeout_s=STOP_S)
+        try:
+            await asyncio.wait_for(self._child.wait(), STOP_S)
+        except TimeoutError:
+            log.warning("engine_killed", pid=self.pid, after_s=STOP_S)
+            self._child.kill()
+            await self._child.wait()
+        await end(self._watching)
+
+    async def _abort(self, request_id: str) -> None:
+        with contextlib.suppress(ChannelClosed, DeadlineExceeded):
+            await self._channel.request("abort", {"request_id": request_id}, timeout_s=CALL_S)
+
+    async def _watch(self) -> None:
+        code = await self._child.wait()
+        if not self._stopping:
+            log.error("engine_died", pid=self.pid, exit_code=code)
+            self.died.set()
+
+    def _heard(self, event: str, payload: dict[str, Any]) -> None:
+        if event == "stats":
+            self.load = EngineLoad(**payload)
+            if self.on_load is not None:
+                self.on_load(self.load)
+
+
+@contextlib.asynccontextmanager
+async def running_engine(spec: EngineSpec) -> AsyncIterator[Engine]:
+    """Start the child and wait until it is up; leaving ends it."""
+    async with listening() as listener:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.rollout.engine.embedded",
+            listener.address,
+            str(os.getpid()),
+            env={**os.environ, **_ALLOCATOR, "OMP_NUM_THREADS": str(spec.num_threads)},
+        )
+        try:
+            channel = await _connected(listener.accept(START_S), child)
+            await channel.request("start", spec.to_payload(), timeout_s=START_S)
+            engine = Engine(spec, channel, child)
+        except BaseException:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
+            raise
+        log.info("engine_started", pid=engine.pid)
+        try:
+            yield engine
+        finally:
+            await engine.stop()
+
+
+async def _connected(
+    accepting: Coroutine[Any, Any, AsyncChannel], child: asyncio.subprocess.Process
+) -> AsyncChannel:
+    """The child's channel; a child that ends before it connects is not waited for."""
+    arrival = asyncio.ensure_future(accepting)
+    ended = asyncio.create_task(child.wait())
+    try:
+        await asyncio.wait({arrival, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not arrival.done():
+            raise ChannelClosed(f"the engine child ended with code {child.returncode} at its start")
+        return arrival.result()
+    finally:
+        arrival.cancel()
+        ended.cancel()

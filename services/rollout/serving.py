@@ -1,0 +1,115 @@
+"""One job's engine with all that belongs to it, from its start to its end."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from services.rollout.config import RolloutConfig
+from services.rollout.engine.engine import Engine, EngineLoad, running_engine
+from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.weights import Updates
+from shared.errors import Retryable
+from shared.job import Job, expand_path
+from shared.messages import JobAnnounced
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.telemetry import gauge
+from shared.tokenizer import CheckpointTokenizer
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Serving:
+    """What is served for one job. `closing` is set when another job takes its place."""
+
+    job_id: str
+    job: Job
+    trainer_url: str
+    tokenizer: CheckpointTokenizer
+    engine: Engine
+    updates: Updates
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def policy_version(self) -> int | None:
+        return self.engine.policy_version
+
+    async def sample(self, request: GroupRequest, *, timeout_s: float) -> list[Completion]:
+        """All completions of a request. What an update cut short is resumed under the new version.
+
+        Retryable when the engine is about to end.
+        """
+        done: dict[int, Completion] = {}
+        wanted, partial = list(request.samples), dict(request.partial)
+        async with asyncio.timeout(timeout_s):
+            while wanted:
+                part = GroupRequest(
+                    request_id=self.engine.new_request_id(),
+                    prompt_token_ids=request.prompt_token_ids,
+                    samples=wanted,
+                    sampling=request.sampling,
+                    seed=request.seed,
+                    prompt_index=request.prompt_index,
+                    policy_version=request.policy_version,
+                    partial=partial,
+                )
+                completions = await self.engine.generate(part, timeout_s=timeout_s)
+                by_index = dict(zip(wanted, completions, strict=True))
+                partial = {i: one for i, one in by_index.items() if one.finish_reason == "abort"}
+                done |= by_index
+                wanted = list(partial)
+                if wanted and (self.closing.is_set() or self.engine.died.is_set()):
+                    raise Retryable(f"job {self.job_id} is no longer served here")
+        return [done[index] for index in request.samples]
+
+
+@contextlib.asynccontextmanager
+async def serving_job(
+    announced: JobAnnounced, config: RolloutConfig, *, on_change: Callable[[], None]
+) -> AsyncIterator[Serving]:
+    """Start the engine that a job asks for, still without weights; leaving ends it."""
+    job = Job.model_validate(announced.job)
+    checkpoint = expand_path(job.model.rollout_checkpoint)
+    arch = await asyncio.to_thread(Architecture.load, checkpoint)
+    tokenizer = await asyncio.to_thread(CheckpointTokenizer.load, checkpoint)
+    async with running_engine(engine_spec(job, arch)) as engine:
+        engine.on_load = _show_load
+        updates = Updates(
+            engine,
+            job_id=announced.job_id,
+            folder=staging_folder(config) / announced.job_id,
+            deadline_s=job.update.deadline_s,
+            max_bytes=config.max_update_bytes,
+            on_change=on_change,
+        )
+        serving = Serving(announced.job_id, job, announced.trainer_url, tokenizer, engine, updates)
+        try:
+            yield serving
+        finally:
+            serving.closing.set()
+            await updates.close()
+
+
+def engine_spec(job: Job, arch: Architecture) -> EngineSpec:
+    """The engine's part of a job. Unquantised weights come as FP32 tensors."""
+    rollout = job.rollout
+    return EngineSpec(
+        arch=arch if rollout.weights == "quantised" else arch.with_format("fp32"),
+        max_running_requests=rollout.max_running_requests,
+        context_length=job.sampling.context_length,
+        quantise_activations=rollout.quantise_activations,
+        num_threads=rollout.num_threads,
+    )
+
+
+def staging_folder(config: RolloutConfig) -> Path:
+    return config.staging_dir / config.name.replace("/", "_")
+
+
+def _show_load(load: EngineLoad) -> None:
+    gauge("rollout_running_completions", "Completions that are decoded.").set(load.running)
+    gauge("rollout_waiting_completions", "Completions without a slot.").set(load.waiting)
