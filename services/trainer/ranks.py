@@ -130,9 +130,9 @@ class Ranks:
         return [[float(value) for value in row] for row in answer["logprobs"]]
 
     async def stop(self) -> None:
-        """Ask them to end, then see that nothing of them is left."""
+        """Ask them to end, then see that nothing of them is left: who is late is killed."""
         if self._channel is not None and not self._channel.closed.is_set():
-            with contextlib.suppress(TandemError):
+            with contextlib.suppress(TandemError, TimeoutError):
                 await self._channel.request("stop", timeout_s=_GOODBYE_S)
                 await asyncio.wait_for(self._process.wait(), _GOODBYE_S)
         await self._resources.aclose()
