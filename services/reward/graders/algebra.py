@@ -7,8 +7,6 @@ Loaded in pool workers only: sympy is heavy, and what it is asked here may never
 """
 
 import logging
-import math
-import re
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -19,13 +17,11 @@ from sympy import Basic, Expr, Float, MatrixBase, Rational
 
 from services.reward.graders.forms import Leaf, Unreadable
 from services.reward.graders.literals import is_rounding
+from services.reward.graders.screen import TooLarge, screen
 
 # It warns that we impose the deadline ourselves, and about each answer that it cannot read.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-MAX_CHARS = 2000
-MAX_EXPONENT = 10_000
-MAX_FACTORIAL = 5_000
 MAX_SYMBOLS = 8
 DIGITS = 30
 TOLERANCE = Float("1e-15", DIGITS)
@@ -35,13 +31,6 @@ _POSITIVE = ("1.2345678910111213", "0.7182818284590452", "3.3166247903553998")
 _MIXED = ("-1.4142135623730950", "0.5772156649015328", "-2.6457513110645905")
 
 _CONFIG = [LatexExtractionConfig()]
-_CARET = re.compile(r"\^\s*(\{|\d+|.)?")
-_INTEGER_POWER = re.compile(r"\s*(\d{1,6})\s*\^\s*(?:\{\s*(\d{1,6})\s*\}|(\d))\s*")
-_FACTORIAL = re.compile(r"(\d*)\s*(!+)")
-
-
-class TooLarge(Exception):
-    """Evaluating it would take forever: `9^{9^{9}}`."""
 
 
 def same_value(gold: Leaf, answer: Leaf) -> bool:
@@ -50,7 +39,7 @@ def same_value(gold: Leaf, answer: Leaf) -> bool:
     Raises `Unreadable` for an answer that cannot be parsed, `TooLarge` for one that is not worth
     trying, and ValueError for a gold that is either.
     """
-    refuse_too_large(answer.value)
+    screen(answer.value)
     right = read_expression(answer.value)
     if right is None:
         raise Unreadable(f"not an expression: {answer.value[:80]!r}")
@@ -71,7 +60,7 @@ def same_value(gold: Leaf, answer: Leaf) -> bool:
 
 def same_by_verify(gold: str, answer: str) -> bool:
     """`verify` on whole texts, for shapes that differ: an interval against an inequality."""
-    refuse_too_large(answer)
+    screen(answer)
     right = read_expression(answer)
     if right is None:
         raise Unreadable(f"not an expression: {answer[:80]!r}")
@@ -81,7 +70,7 @@ def same_by_verify(gold: str, answer: str) -> bool:
 
 def _read_gold(text: str) -> Basic | MatrixBase:
     try:
-        refuse_too_large(text)
+        screen(text)
     except TooLarge as err:
         raise ValueError(f"gold {text[:80]!r} is too large to evaluate") from err
     expression = read_expression(text)
@@ -93,49 +82,9 @@ def _read_gold(text: str) -> Basic | MatrixBase:
 @lru_cache(maxsize=512)  # the gold is the same for every sample of a group
 def read_expression(text: str) -> Basic | MatrixBase | None:
     """What math-verify makes of LaTeX; None when it cannot."""
-    if len(text) > MAX_CHARS:
-        return None
     latex = text.replace("\\percent", "\\%").replace("\\degree", "^\\circ").replace("\\cr", "\\\\")
     found = parse(f"${latex}$", _CONFIG, fallback_mode="no_fallback", parsing_timeout=None)
     return found[0] if found else None
-
-
-def refuse_too_large(text: str) -> None:
-    """Raise `TooLarge` for towers of powers, huge exponents and huge factorials."""
-    if len(text) > MAX_CHARS:
-        raise Unreadable(f"an answer of {len(text)} characters exceeds {MAX_CHARS}")
-    for match in _FACTORIAL.finditer(text):
-        if len(match[2]) > 2 or (match[1] and _exceeds(match[1], MAX_FACTORIAL)):
-            raise TooLarge(f"factorial {match.group()[:20]}")
-    for match in _CARET.finditer(text):
-        exponent = match[1] or ""
-        if exponent == "{":
-            exponent = _braced(text, match.end() - 1)
-        if _exponent_exceeds(exponent) or text[match.end() :].lstrip().startswith("^"):
-            raise TooLarge(f"exponent {exponent[:20]}")
-
-
-def _braced(text: str, begin: int) -> str:
-    depth = 0
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[begin + 1 : place]
-    return text[begin + 1 :]
-
-
-def _exponent_exceeds(exponent: str) -> bool:
-    power = _INTEGER_POWER.fullmatch(exponent)
-    if power is not None:
-        base, height = int(power[1]), int(power[2] or power[3])
-        return height * math.log10(max(base, 1)) > math.log10(MAX_EXPONENT)
-    if "^" in exponent and not re.search(r"[a-zA-Z]", re.sub(r"\\[a-z]+", "", exponent)):
-        return True  # a tower of numbers
-    return any(_exceeds(digits, MAX_EXPONENT) for digits in re.findall(r"\d+", exponent))
-
-
-def _exceeds(digits: str, bound: int) -> bool:
-    return len(digits) > 9 or int(digits) > bound
 
 
 def _is_undefined(value: Basic | MatrixBase) -> bool:

@@ -93,7 +93,7 @@ _FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "arc", "log", "exp", "sq
 
 def read_form(text: str, *, depth: int = 0) -> Form:
     """The shape of `text` (tidy); raises `Unreadable` where it nests too deeply."""
-    if depth > MAX_DEPTH or (depth == 0 and _nesting(text) > MAX_DEPTH):
+    if depth > MAX_DEPTH or (depth == 0 and nesting(text) > MAX_DEPTH):
         raise Unreadable(f"nested deeper than {MAX_DEPTH}")
     text = text.strip()
     if depth == 0:
@@ -231,7 +231,8 @@ def _unit(words: str, power: str | None) -> str:
     return f"{unit}^{power}" if power and power != "1" else unit
 
 
-def _nesting(text: str) -> int:
+def nesting(text: str) -> int:
+    """How deep brackets of all kinds stand within each other."""
     depth = deepest = 0
     for match in _BRACKET.finditer(text):
         depth += _DEPTH.get(match.group(), 0)

@@ -16,16 +16,12 @@ What counts as the answer: `extraction.py`. How an answer is compared with the g
 * Everything else is algebra (`algebra.py`).
 
 An answer that is found but cannot be read is `unparseable`. One too large to evaluate is wrong
-when the gold is not. A gold that cannot be read is an error, never a zero.
+(`screen.py`) when the gold is not. A gold that cannot be read is an error, never a zero.
 """
 
 from functools import lru_cache
 
-from services.reward.graders.algebra import (
-    TooLarge,
-    same_by_verify,
-    same_value,
-)
+from services.reward.graders.algebra import same_by_verify, same_value
 from services.reward.graders.extraction import NoAnswer, find_answer
 from services.reward.graders.forms import (
     Assigned,
@@ -39,6 +35,7 @@ from services.reward.graders.forms import (
 )
 from services.reward.graders.literals import Number, same_number
 from services.reward.graders.notation import tidy
+from services.reward.graders.screen import TooLarge
 from shared.messages import Score, Unparseable
 
 MAX_EXTRACTED_CHARS = 200

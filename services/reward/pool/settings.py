@@ -8,8 +8,9 @@ from shared.config import Part
 
 
 class PoolConfig(Part):
-    workers: int = Field(default_factory=lambda: os.cpu_count() or 1, gt=0)
-    """Worker processes for normal checks; default: one per core."""
+    workers: int = Field(default_factory=lambda: 2 * len(os.sched_getaffinity(0)), gt=0)
+    """Worker processes for normal checks; default: two per core, so that one that is stuck for the
+    50 ms before it counts as slow is not missed."""
     slow_workers: int = Field(4, gt=0)
     """Slow checks that may run beside them."""
     slow_after_s: float = Field(0.05, gt=0)

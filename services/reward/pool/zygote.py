@@ -32,7 +32,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the service ends us, after its last check
         signal.signal(number, signal.SIG_IGN)
     zygote = Zygote(socket.socket(fileno=descriptor))
-    with contextlib.suppress(BrokenPipeError):  # the service is gone
+    with contextlib.suppress(ConnectionError):  # the service is gone
         zygote.run()
     zygote.end_all()
 
@@ -43,6 +43,13 @@ class Zygote:
         self._settings = cast(dict[str, Any], msgpack.unpackb(control.recv(MAX_PACKET_BYTES)))
         self._graders: dict[str, Grader] = {}
         self._children: set[int] = set()
+        self._dying: set[int] = set()  # killed; a niced process may take its time to go
+        self._child_died, died = socket.socketpair()
+        for end in (self._child_died, died):
+            end.setblocking(False)
+        self._wakeup = died
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(died.fileno(), warn_on_full_buffer=False)
         self._cold: list[tuple[str, str]] = []
 
     def run(self) -> None:
@@ -51,8 +58,13 @@ class Zygote:
             return
         prepare_to_fork()
         while True:
-            if self._cold and not select.select([self._control], [], [], 0)[0]:
+            patience_s = 0 if self._cold else None
+            ready = select.select([self._control, self._child_died], [], [], patience_s)[0]
+            if not ready:
                 self._warm_up()
+            if self._child_died in ready:
+                self._reap()
+            if self._control not in ready:
                 continue
             body, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 2)
             if not body:
@@ -61,13 +73,16 @@ class Zygote:
             if command["do"] == "fork":
                 self._fork(command["id"], descriptors)
             elif command["do"] == "end":
-                self._end(command["id"])
+                self._kill(command["id"])
+                self._reap()  # it may have died long ago
             elif self._load(HEAVY):
                 self._cold = list(reversed(WARM_UP))
 
     def end_all(self) -> None:
         for pid in list(self._children):
             self._kill(pid)
+        for pid in self._dying:
+            os.waitpid(pid, 0)
 
     @property
     def _addresses(self) -> dict[str, str]:
@@ -108,7 +123,10 @@ class Zygote:
     def _become_worker(self, parent_pid: int, link: int, page: int) -> NoReturn:
         code = 1
         try:
-            self._control.close()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for link_of_zygote in (self._control, self._child_died, self._wakeup):
+                link_of_zygote.close()
             work(
                 self._graders,
                 socket.socket(fileno=link),
@@ -120,17 +138,24 @@ class Zygote:
         finally:
             os._exit(code)  # never back into the zygote's loop
 
-    def _end(self, pid: int) -> None:
-        if pid in self._children:
-            self._tell("ended", pid, os.waitstatus_to_exitcode(self._kill(pid)))
-
-    def _kill(self, pid: int) -> int:
-        """Kill a worker with all that it started, and reap it; its wait status."""
+    def _kill(self, pid: int) -> None:
+        """Kill a worker with all that it started; `_reap` tells when it is gone."""
+        if pid not in self._children:
+            return
         self._children.discard(pid)
+        self._dying.add(pid)
         for kill in (os.killpg, os.kill):  # its group, if it came as far as having one
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
-        return os.waitpid(pid, 0)[1]
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._child_died.recv(4096)
+        for pid in list(self._dying):
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
+                self._dying.discard(pid)
+                self._tell("ended", pid, os.waitstatus_to_exitcode(status))
 
     def _tell(self, event: str, number: int = 0, value: int = 0, *, reason: str = "") -> None:
         message = {"event": event, "id": number, "value": value, "reason": reason}

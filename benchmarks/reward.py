@@ -1,0 +1,243 @@
+"""Grading: checks per second and core against a bare math-verify loop, and latency under attack.
+
+`python -m benchmarks.reward [--seconds 4] [--cases FILE] [--out FILE]`, on an idle machine.
+Throughput is on one core: every process is pinned to it, the service's event loop included, and
+the same cases go through all, gold first. Latency is open loop (checks arrive at a fixed rate in
+bursts of eight, whatever is still open) and is that of normal checks; a tenth of all is hostile.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import quantiles
+
+from rich.console import Console
+from rich.table import Table
+
+from services.reward.pool.pool import GradingPool
+from services.reward.pool.requests import Check
+from services.reward.pool.settings import PoolConfig
+from shared.messages import Outcome, Score
+
+BARE = "bare"  # math-verify behind our pool: what the pool itself costs
+PLUG_INS = {BARE: "benchmarks.reward:grade_bare"}
+REQUEST = 256
+GROUP = 8
+HOSTILE_SHARE = 0.1
+HOSTILE_TIMEOUT_S = 2.0
+
+STEPS = (
+    "We set up the equation $x^2 - 5x + 6 = 0$, factor it as $(x-2)(x-3)$ and look at both roots. "
+    "Substituting back gives $\\frac{a}{b}$ in lowest terms, and the other cases are symmetric. "
+)
+
+# (answer, gold): mostly integers, as in the public sets; right and wrong ones of each kind.
+CASES = [
+    *[(str(n), str(n if n % 2 else n + 1)) for n in range(11, 71, 3)],
+    ("1,234", "1234"), ("-17", "17"), ("073", "73"), ("2.5", r"\frac{5}{2}"), ("3/4", "0.75"),
+    (r"\frac{14}{3}", r"\frac{14}{3}"), (r"\dfrac{14}{3}", r"\frac{14}{3}"),
+    (r"\frac{3}{56}", r"\frac{5}{56}"), (r"3\sqrt{13}", r"3\sqrt{13}"),
+    (r"\sqrt{117}", r"3\sqrt{13}"), (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}"),
+    (r"2\sqrt{5}", r"5\sqrt{2}"), (r"\frac{\pi}{6}", r"-\frac{\pi}{6}"), (r"18+2\pi", r"2(9+\pi)"),
+    (r"x^2+2x+1", r"(x+1)^2"), (r"5x-7y", r"5x+7y"), (r"2^{n+1}", r"2\cdot 2^n"),
+    (r"\left(3,\frac{\pi}{2}\right)", r"(3, \frac{\pi}{2})"), ("(15,-29)", "(15,29)"),
+    (r"[0,1)", r"[0,1]"), (r"(-\infty,2)\cup(3,\infty)", r"(-\infty, 2) \cup (3, \infty)"),
+    ("1,-2", "-2,1"), (r"\{1,2,3\}", r"\{3,2,1\}"), (r"90^\circ", "90"), (r"15\text{ cm}", "15"),
+    (r"\text{Evelyn}", r"\text{Evelyn}"), (r"\text{(B)}", "C"), ("x=5", "5"), (r"12\%", "12"),
+    (r"6-5i", r"6+5i"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"),
+]  # fmt: skip
+
+# `N` is another number each time. The first three are refused at sight, the others run on and on.
+HOSTILE = [
+    r"9^{9^{N}}", r"N00000!", "{" * 3000 + "N" + "}" * 3000, r"\binom{10^7}{50N}", r"9^{9}!+N",
+    r"\int \frac{N}{x^5+x+1}dx", r"\sin(" * 25 + "Nx" + ")" * 25, "Nx" + "+x" * 500,
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    what: str
+    checks_per_s: float
+    of_bare: float
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    what: str
+    checks_per_s: float
+    num_normal: int
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    unscored: int
+
+
+def main() -> None:
+    options = _options()
+    cases = _cases(options.cases)
+    throughput = _throughput(cases, options.seconds)
+    latency = asyncio.run(_latency(cases, options))
+    console = Console()
+    console.print(_table(f"One core, {len(cases)} cases", throughput))
+    console.print(_table(f"{options.workers} workers, open loop, groups of {GROUP}", latency))
+    if options.out:
+        result = {"throughput": throughput, "latency": latency}
+        rows = {name: [asdict(row) for row in value] for name, value in result.items()}
+        options.out.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def grade_bare(response: str, gold: str) -> Score:
+    """math-verify as its authors show it, without time-outs of its own."""
+    from math_verify import parse, verify
+
+    left = parse(f"${gold}$", parsing_timeout=None)
+    right = parse(response, parsing_timeout=None)
+    return Score(value=float(verify(left, right, timeout_seconds=None)))
+
+
+def _throughput(cases: Sequence[Check], seconds: float) -> list[Throughput]:
+    from services.reward.graders.math import grade
+
+    with _one_core():
+        rates = {
+            "bare math-verify loop": _loop_rate(grade_bare, cases, seconds),
+            "our grader in a loop": _loop_rate(grade, cases, seconds),
+            "our grader in the pool": asyncio.run(_pool_rate(cases, seconds, "math")),
+            "bare math-verify in the pool": asyncio.run(_pool_rate(cases, seconds, BARE)),
+        }
+    bare = rates["bare math-verify loop"]
+    return [Throughput(what, round(rate, 1), round(rate / bare, 2)) for what, rate in rates.items()]
+
+
+def _loop_rate(
+    grade: Callable[[str, str], object], cases: Sequence[Check], seconds: float
+) -> float:
+    for case in cases:  # the parser learns; both sides are measured warm
+        grade(case.response, case.gold)
+    begin_s, num = time.perf_counter(), 0
+    while time.perf_counter() - begin_s < seconds:
+        for case in cases:
+            grade(case.response, case.gold)
+        num += len(cases)
+    return num / (time.perf_counter() - begin_s)
+
+
+async def _pool_rate(cases: Sequence[Check], seconds: float, grader: str) -> float:
+    pool = await GradingPool.start(PoolConfig(workers=1, plug_ins=PLUG_INS))
+    await pool.prepare()
+    await pool.warmed_up()
+    checks = [Check(grader, case.response, case.gold, 30.0) for case in cases]
+    source = cycle(checks)
+    await pool.grade(checks)
+    begin_s, num = time.perf_counter(), 0
+    while time.perf_counter() - begin_s < seconds:
+        await pool.grade(list(islice(source, REQUEST)))
+        num += REQUEST
+    rate = num / (time.perf_counter() - begin_s)
+    await pool.close()
+    return rate
+
+
+async def _latency(cases: Sequence[Check], options: argparse.Namespace) -> list[Latency]:
+    pool = await GradingPool.start(PoolConfig(workers=options.workers))
+    await pool.prepare()
+    await pool.warmed_up()
+    await pool.grade(cases)
+    rows = []
+    for what, share in (("normal checks alone", 0.0), ("with 10 % hostile", HOSTILE_SHARE)):
+        rows.append(await _open_loop(pool, cases, what, share, options))
+        await asyncio.sleep(2 * HOSTILE_TIMEOUT_S)
+    await pool.close()
+    return rows
+
+
+async def _open_loop(
+    pool: GradingPool, cases: Sequence[Check], what: str, share: float, options: argparse.Namespace
+) -> Latency:
+    """Latency of a normal check: from its arrival to its own outcome."""
+    rng = random.Random(0)
+    source = cycle(rng.sample(cases, len(cases)))
+    asked: list[asyncio.Task[tuple[float, Outcome] | None]] = []
+    begin_s = time.perf_counter()
+    for number in range(int(options.rate * options.seconds * 2 / GROUP)):
+        due_s = begin_s + number * GROUP / options.rate
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        for _ in range(GROUP):
+            is_hostile = rng.random() < share
+            check = _hostile(rng) if is_hostile else next(source)
+            asked.append(asyncio.create_task(_timed(pool, check, is_hostile)))
+    normal = [result for result in await asyncio.gather(*asked) if result is not None]
+    ms = sorted(seconds * 1e3 for seconds, _ in normal)
+    cuts = quantiles(ms, n=100)
+    unscored = sum(outcome.kind != "score" for _, outcome in normal)
+    return Latency(
+        what, options.rate, len(ms), *(round(x, 2) for x in (cuts[49], cuts[98], ms[-1])), unscored
+    )
+
+
+async def _timed(pool: GradingPool, check: Check, is_hostile: bool) -> tuple[float, Outcome] | None:
+    begin_s = time.perf_counter()
+    (outcome,) = await pool.grade([check])
+    return None if is_hostile else (time.perf_counter() - begin_s, outcome)
+
+
+def _hostile(rng: random.Random) -> Check:
+    answer = rng.choice(HOSTILE).replace("N", str(rng.randrange(2, 900)))
+    return Check("math", f"{STEPS}\\boxed{{{answer}}}", r"\frac{17}{3}", HOSTILE_TIMEOUT_S)
+
+
+def _cases(path: Path | None) -> list[Check]:
+    pairs: Iterable[tuple[str, str]] = (
+        ((f"{STEPS * 4}So the answer is $\\boxed{{{answer}}}$.", gold) for answer, gold in CASES)
+        if path is None
+        else _cases_of_file(path)
+    )
+    return [Check("math", response, gold) for response, gold in pairs]
+
+
+def _cases_of_file(path: Path) -> Iterator[tuple[str, str]]:
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        yield row["response"], str(row["gold"])
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Pin this process, and those that it starts, to one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+def _table(title: str, rows: Sequence[Throughput | Latency]) -> Table:
+    table = Table(title=title, title_justify="left")
+    fields = list(asdict(rows[0]))
+    for name in fields:
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for row in rows:
+        table.add_row(*(str(value) for value in asdict(row).values()))
+    return table
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reward")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of each measurement")
+    parser.add_argument("--workers", type=int, default=PoolConfig().workers)
+    parser.add_argument("--rate", type=float, default=160.0, help="checks per second that arrive")
+    parser.add_argument("--cases", type=Path, help="JSON lines with response and gold")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
