@@ -115,10 +115,12 @@ async def test_a_check_that_fails_is_an_error_of_its_own(
 
 
 async def test_a_slow_check_keeps_its_result_and_its_process(pool: GradingPool) -> None:
+    await wait_until(lambda: len(pool.pids) == CONFIG.workers)
     before = set(pool.pids)
     outcome = await grade_one(pool, "sleeps", "0.3", timeout_s=5.0)
     assert outcome == Score(value=1.0, extracted="0.3")
     assert len(before - set(pool.pids)) == 1  # its worker was moved to the slow lane, then ended
+    await wait_until(lambda: len(pool.pids) == CONFIG.workers)
     outcomes = await pool.grade([Check("says_pid", "", "") for _ in range(20)])
     assert {outcome.extracted for outcome in outcomes} == {"0"}  # type: ignore[union-attr]
 
