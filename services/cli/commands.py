@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from services.cli.convert import convert
 from services.cli.demo import DemoOptions, run_demo
 from services.cli.document import read_job
 from services.cli.run import log_to, run
@@ -45,6 +46,8 @@ Reward = Annotated[int, typer.Option(help="Reward replicas.", min=1, max=MAX_REW
 RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
 
 LOCAL_TRAINER = "http://127.0.0.1:8700"
+
+app.command()(convert)
 
 
 @app.command()

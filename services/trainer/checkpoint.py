@@ -25,6 +25,7 @@ from shared.errors import WeightsCorrupt
 
 COMPLETE_FILE = "complete.json"
 _MEGATRON_FILE = "metadata.json"
+_INTEGRITY_FILE = "integrity.json"
 # The only optimiser layout that another parallel layout can read.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -107,7 +108,8 @@ def _sharded_state(
 
 
 def _read(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
-    verify = (path / COMPLETE_FILE).exists()  # foreign checkpoints may carry no hashes
+    # Foreign checkpoints may carry no hashes; ours do, converted ones included.
+    verify = any((path / name).exists() for name in (COMPLETE_FILE, _INTEGRITY_FILE))
     try:
         loaded = dist_checkpointing.load(sharded, str(path), verify_integrity=verify)
     except (CheckpointingException, OSError, KeyError, RuntimeError, ValueError) as err:

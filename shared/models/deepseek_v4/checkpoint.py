@@ -82,7 +82,7 @@ class Release:
             with safe_open(file, framework="pt") as opened:
                 for name in wanted:
                     tensor = opened.get_tensor(name)
-                    _check_table(name, tensor, self.arch)
+                    check_table(name, tensor, self.arch)
                     yield name, tensor
 
 
@@ -123,7 +123,7 @@ def write_release(
         _write_shards(folder, specs, state, chosen, shard_bytes)
         (folder / CONFIG_FILE).write_text(json.dumps(arch.to_config(), indent=2) + "\n")
         if tokenizer_from is not None:
-            _copy_tokenizer(Path(tokenizer_from), folder)
+            copy_tokenizer(Path(tokenizer_from), folder)
 
 
 def quantise_tensor(name: str, tensor: Tensor, *, policy: Policy) -> dict[str, Tensor]:
@@ -168,10 +168,19 @@ def check_stored(state: Mapping[str, Tensor], arch: Architecture) -> None:
         name: (_STORED.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
         for name, tensor in state.items()
     }
-    policy = _probed_policy(arch, {name: dtype for name, (dtype, _) in found.items()})
-    _compare(tensor_specs(arch, policy=policy), found, "weights")
+    check_headers(found, arch, where="weights")
     for name, tensor in state.items():
-        _check_table(name, tensor, arch)
+        check_table(name, tensor, arch)
+
+
+def check_headers(
+    found: Mapping[str, tuple[str, tuple[int, ...]]], arch: Architecture, *, where: str
+) -> Policy:
+    """The formats in use; CheckpointInvalid unless `found` (dtype, shape) is all of `arch`."""
+    policy = _probed_policy(arch, {name: dtype for name, (dtype, _) in found.items()})
+    specs = tensor_specs(arch, policy=policy).values()
+    compare_tensors({spec.name: (spec.dtype, spec.shape) for spec in specs}, found, where=where)
+    return policy
 
 
 def open_release(path: str | Path, arch: Architecture | None = None) -> Release:
@@ -183,9 +192,9 @@ def open_release(path: str | Path, arch: Architecture | None = None) -> Release:
     folder = Path(path)
     arch = arch or Architecture.load(folder)
     stored = _read_headers(folder)
-    policy = _probed_policy(arch, {name: tensor.dtype for name, tensor in stored.items()})
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
+    policy = check_headers(found, arch, where=str(folder))
     specs = tensor_specs(arch, policy=policy)
-    _compare(specs, {name: (t.dtype, t.shape) for name, t in stored.items()}, str(folder))
     if policy.expert in ("fp8", "fp4") and arch.weight_format != policy.expert:
         arch = arch.with_format(policy.expert)
     return Release(folder, arch, policy, specs, stored)
@@ -234,19 +243,22 @@ def _probed_policy(arch: Architecture, dtypes: Mapping[str, str]) -> Policy:
     return policy
 
 
-def _compare(
-    specs: Mapping[str, TensorSpec], found: Mapping[str, tuple[str, tuple[int, ...]]], where: str
+def compare_tensors(
+    expected: Mapping[str, tuple[str, tuple[int, ...]]],
+    found: Mapping[str, tuple[str, tuple[int, ...]]],
+    *,
+    where: str,
 ) -> None:
+    """CheckpointInvalid on the first (dtype, shape) that differs, is missing or is too much."""
     problems = []
-    for name, spec in specs.items():
-        expected = (spec.dtype, spec.shape)
+    for name, kind in expected.items():
         if name not in found:
-            problems.append(f"{name}: expected {_text(expected)}, found no such tensor")
-        elif found[name] != expected:
-            problems.append(f"{name}: expected {_text(expected)}, found {_text(found[name])}")
+            problems.append(f"{name}: expected {_text(kind)}, found no such tensor")
+        elif found[name] != kind:
+            problems.append(f"{name}: expected {_text(kind)}, found {_text(found[name])}")
     problems += [
         f"{name}: expected no such tensor, found {_text(found[name])}"
-        for name in sorted(found.keys() - specs.keys())
+        for name in sorted(found.keys() - expected.keys())
     ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -257,7 +269,8 @@ def _text(kind: tuple[str, tuple[int, ...]]) -> str:
     return f"{kind[0]} {list(kind[1])}"
 
 
-def _check_table(name: str, tensor: Tensor, arch: Architecture) -> None:
+def check_table(name: str, tensor: Tensor, arch: Architecture) -> None:
+    """CheckpointInvalid if `name` is an integer table and names experts that do not exist."""
     if is_scale(name) or weight_class(name) != "table":
         return
     low, high = int(tensor.min()), int(tensor.max())
@@ -277,7 +290,7 @@ def _check_weights(
         if name not in found:
             raise CheckpointInvalid(f"{name}: expected {list(shape)}, found no such tensor")
         if weight_class(name) == "table":
-            _check_table(name, state[name], arch)
+            check_table(name, state[name], arch)
 
 
 def _write_shards(
@@ -367,7 +380,8 @@ def _directory_in_one_step(path: Path, *, overwrite: bool) -> Iterator[Path]:
             replaced.rename(path)
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy what there is of tokenizer and generation settings, untouched."""
     for file in TOKENIZER_FILES:
         if (source / file).exists():
             shutil.copyfile(source / file, folder / file)
