@@ -1,8 +1,8 @@
 """How many groups may be out, and what policy version each must be sampled with.
 
-Staleness is bounded here, before anything is sampled: a group that stands n-th in line is trained
-n // (groups a step uses up) steps from now, so its version may be that many behind, less the lag
-that the job allows. What arrives out of line and is too old all the same is dropped and counted.
+Staleness is bounded here, before anything is sampled: a group with n others in line before it is
+trained at most n // groups_per_step steps from now, and by then its version will be so many older.
+What arrives out of line and is too old all the same is dropped and counted.
 """
 
 import math
@@ -48,20 +48,17 @@ class Admission:
 
     def min_policy_version(self, num_ahead: int, progress: Progress) -> int:
         """The oldest version with which a group behind `num_ahead` open ones may be sampled."""
-        steps_ahead = num_ahead // math.ceil(self.groups_per_step * self.oversampling)
+        steps_ahead = num_ahead // self.groups_per_step
         behind = max(0, self.max_lag - steps_ahead)
         return max(0, progress.policy_version - behind)
 
     def oldest_trainable(self, progress: Progress) -> int:
         return progress.policy_version - self.max_lag
 
-    def max_carried(self) -> int:
-        """Open groups that may outlive a step; more of them are its surplus."""
-        return math.ceil(self.max_lag * self.groups_per_step * self.oversampling)
-
     def max_drawn_per_step(self) -> int:
         """Open groups and those dropped on arrival, together, while one step is collected."""
-        return self.max_settled_per_step() + self.max_carried()
+        carried = math.ceil(self.max_lag * self.groups_per_step * self.oversampling)
+        return self.max_settled_per_step() + carried
 
     def max_settled_per_step(self) -> int:
         """Groups that may arrive for one step before it is cut short."""

@@ -97,8 +97,9 @@ def assemble(
     exporter = Exporter(
         keeper,
         store,
+        books=books,
         update=job.update,
-        probe_token_ids=source.probe_sequences(job.update.probe_sequences),
+        prompts=source.probe_sequences(job.update.probe_sequences),
     )
     return Parts(
         job_id=job_id,

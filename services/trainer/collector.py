@@ -123,11 +123,6 @@ class Collector:
         if self._session is not None:
             await self._session.ack([group.entry_id for group in groups])
 
-    async def drop_surplus(self, *, max_carried: int) -> None:
-        """Give up the oldest open groups beyond those that the next steps can use."""
-        entries = self._books.open_groups()
-        await self.drop(entries[: max(0, len(entries) - max_carried)], reason="surplus")
-
     async def drop(self, entries: Sequence[Group], *, reason: str, **fields: object) -> None:
         """Drop those of the groups that are open, wherever they are."""
         names = [entry.group_id for entry in entries if self._is_open(entry.group_id)]

@@ -110,7 +110,8 @@ class Conductor:
             groups = await self._collect()
         with watch.part("pack"):
             step = await self._commit(groups)
-        await p.collector.drop_surplus(max_carried=p.admission.max_carried())
+        if p.admission.max_lag == 0:  # what is still out was asked of a version that is now old
+            await p.collector.drop(p.books.open_groups(), reason="surplus")
         await p.feeder.fill()
         result = await self._train(step)
         self._on_point("trained")
@@ -158,6 +159,7 @@ class Conductor:
             policy_version=trained + 1,
             batch_facts=facts,
         )
+        p.exporter.settle_probe(batch)
         p.progress.step = step
         p.progress.policy_version = trained + 1
         self._on_point("committed")

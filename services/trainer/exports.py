@@ -1,14 +1,28 @@
 """From the ranks' weights to a version in the store, with the probe that servers must pass."""
 
 import asyncio
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from services.trainer.books import Books
 from services.trainer.keeper import RankKeeper
 from services.trainer.versions import VersionStore
 from shared.job import UpdateSection
+from shared.messages import TrainingBatch, TrainingSample
 from shared.weights.protocol import Probe, ProbeSequence
 
 PROBE_TEMPERATURE = 1.0
+PROBE_NOTE = "probe"
+MAX_PROBE_TOKENS = 128  # of context, and of compared tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTokens:
+    """What servers and trainer score alike; the first `num_context` tokens are only read."""
+
+    token_ids: list[int]
+    num_context: int = 1
 
 
 class Exporter:
@@ -17,13 +31,36 @@ class Exporter:
         keeper: RankKeeper,
         store: VersionStore,
         *,
+        books: Books,
         update: UpdateSection,
-        probe_token_ids: Sequence[Sequence[int]],
+        prompts: Sequence[list[int]],
     ) -> None:
         self._keeper = keeper
         self._store = store
+        self._books = books
+        self._num_sequences = update.probe_sequences
         self._max_delta = update.probe_max_mean_abs_delta
-        self._probe_token_ids = [list(token_ids) for token_ids in probe_token_ids]
+        noted = books.read_note(PROBE_NOTE)
+        self._is_settled = noted is not None
+        self._probe = (
+            [ProbeTokens(*one) for one in json.loads(noted)]
+            if noted is not None
+            else [ProbeTokens(token_ids) for token_ids in prompts]
+        )
+
+    def settle_probe(self, batch: TrainingBatch) -> None:
+        """From the first batch on the probe is made of responses, one of each of its first groups.
+
+        Nobody trains the tokens of prompts, so there the two policies may honestly part.
+        """
+        if self._is_settled or not self._num_sequences:
+            return
+        firsts = {sample.group_id: sample for sample in reversed(batch.samples)}
+        samples = list(reversed(firsts.values()))[: self._num_sequences]
+        self._probe = [_probe_tokens(sample) for sample in samples]
+        noted = [(one.token_ids, one.num_context) for one in self._probe]
+        self._books.keep_note(PROBE_NOTE, json.dumps(noted))
+        self._is_settled = True
 
     async def export(self, version: int) -> None:
         """Write what the ranks hold as `version`."""
@@ -50,12 +87,23 @@ class Exporter:
 
     async def _score_probe(self, version: int) -> None:
         """Score the probe's sequences, once per version."""
-        if not self._probe_token_ids:
+        if not self._probe:
             return
-        scores = await self._keeper.score(self._probe_token_ids, temperature=PROBE_TEMPERATURE)
+        token_ids = [one.token_ids for one in self._probe]
+        scores = await self._keeper.score(token_ids, temperature=PROBE_TEMPERATURE)
         sequences = [
-            ProbeSequence(token_ids=token_ids, logprobs=logprobs)
-            for token_ids, logprobs in zip(self._probe_token_ids, scores, strict=True)
+            ProbeSequence(
+                token_ids=one.token_ids, logprobs=logprobs, num_context_tokens=one.num_context
+            )
+            for one, logprobs in zip(self._probe, scores, strict=True)
         ]
         probe = Probe(sequences=sequences, max_mean_abs_delta=self._max_delta)
         self._store.keep_probe(version, probe)
+
+
+def _probe_tokens(sample: TrainingSample) -> ProbeTokens:
+    """The end of the prompt and the beginning of the response."""
+    num_prompt = sample.num_prompt_tokens
+    first = max(0, num_prompt - MAX_PROBE_TOKENS)
+    token_ids = sample.token_ids[first : num_prompt + MAX_PROBE_TOKENS]
+    return ProbeTokens([int(token_id) for token_id in token_ids], num_prompt - first)

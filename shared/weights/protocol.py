@@ -3,9 +3,9 @@
 `begin` -> staging -> staged -> commit -> active; any failure leaves the previous version serving.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shared.weights.manifest import Checksum, Manifest
 
@@ -18,10 +18,22 @@ class _Strict(BaseModel):
 
 
 class ProbeSequence(_Strict):
-    """Fixed tokens and the trainer's own log-probabilities of them (of tokens 1..T-1)."""
+    """Fixed tokens and the trainer's own log-probabilities of them (of tokens 1..T-1).
+
+    The first `num_context_tokens` are only read; the tokens after them are compared.
+    """
 
     token_ids: list[int] = Field(min_length=2)
     logprobs: list[float]
+    num_context_tokens: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _something_is_compared(self) -> Self:
+        if self.num_context_tokens >= len(self.token_ids):
+            raise ValueError(
+                f"{self.num_context_tokens} context tokens leave none of {len(self.token_ids)}"
+            )
+        return self
 
 
 class Probe(_Strict):

@@ -261,6 +261,7 @@ class FakeServer:
         @app.post("/v1/weights/updates/{version}/commit")
         async def commit(version: int, asked: CommitUpdate) -> CommitResult:
             await self._freeze()
+            await self._overlap(version)
             if self.fail_commits:
                 self.fail_commits -= 1
                 raise HTTPException(500, "the probe failed")
@@ -279,6 +280,16 @@ class FakeServer:
             self.staged.pop(version, None)
 
         return app
+
+    async def _overlap(self, version: int) -> None:
+        """Take a while, and note commits of a version that nobody has accepted yet."""
+        world = self.world
+        unaccepted = all(accepted != version for _, accepted in world.commits)
+        world.committing += 1
+        if unaccepted:
+            world.most_first_commits = max(world.most_first_commits, world.committing)
+        await asyncio.sleep(world.commit_s)
+        world.committing -= 1
 
     async def _freeze(self) -> None:
         if self.frozen:
@@ -328,6 +339,9 @@ class World:
     rank_faults: list[str] = field(default_factory=list)
     refuse_steps: set[int] = field(default_factory=set)
     commits: list[tuple[str, int]] = field(default_factory=list)
+    commit_s: float = 0.0
+    committing: int = 0
+    most_first_commits: int = 0  # at the same time, of a version that no server had accepted
     servers: dict[str, FakeServer] = field(default_factory=dict)
     evaluated: list[tuple[str, int, dict[str, int]]] = field(default_factory=list)
     answer_evals: bool = True

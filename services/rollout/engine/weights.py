@@ -21,7 +21,7 @@ from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import CheckpointInvalid, check_stored
 from shared.weights.effective import effective_checksum
 from shared.weights.manifest import DType, Manifest, shard_file
-from shared.weights.protocol import Probe
+from shared.weights.protocol import Probe, ProbeSequence
 
 Derive = Callable[[Architecture, Mapping[str, Tensor]], Derived]
 Score = Callable[[Derived, list[np.ndarray]], list[np.ndarray]]
@@ -100,11 +100,17 @@ def run_probe(probe: Probe, score: Callable[[list[np.ndarray]], list[np.ndarray]
     found = np.concatenate(scores)
     if expected.shape != found.shape:
         raise ValueError(f"the probe has {len(expected)} log-probabilities for {len(found)} tokens")
-    delta = float(np.abs(found - expected).mean())
+    compared = np.concatenate([_is_compared(one) for one in probe.sequences])
+    delta = float(np.abs(found - expected)[compared].mean())
     if not math.isfinite(delta) or delta > probe.max_mean_abs_delta:
         bound = probe.max_mean_abs_delta
         raise WeightsCorrupt(f"probe: mean |delta log p| {delta:.4g} exceeds {bound:g}")
     return delta
+
+
+def _is_compared(sequence: ProbeSequence) -> np.ndarray:
+    """Of tokens 1..T-1, those that are not mere context."""
+    return np.arange(1, len(sequence.token_ids)) >= sequence.num_context_tokens
 
 
 class Stopwatch:
