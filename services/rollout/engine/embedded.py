@@ -40,6 +40,8 @@ log = structlog.get_logger()
 
 _IDLE_S = 0.5
 _STATS_S = 0.5
+_TIDY_IDLE_S = 10.0
+_TIDY_BUSY_S = 120.0
 
 
 class EmbeddedEngine:
@@ -81,7 +83,6 @@ class EmbeddedEngine:
         delta = self._prove(version, commit)
         watch.lap("probe_s")
         ended = self.scheduler.switch(version, commit.pause_mode)
-        gc.collect()
         watch.lap("resume_s")
         log.info("version_active", policy_version=version.policy_version, **watch.seconds)
         result = {
@@ -121,6 +122,7 @@ class _Loop:
         self._channel = channel
         self._waiting: dict[str, int] = {}  # request of the scheduler -> of the channel
         self._stats_at_s = 0.0
+        self._tidied_at_s = time.monotonic()
         self._stopping = False
         self._operations: dict[str, Callable[[Request], None]] = {
             "generate": self._generate,
@@ -144,6 +146,7 @@ class _Loop:
             if busy:
                 self._answer(scheduler.step())
             self._notify_stats()
+            self._tidy(busy)
 
     def _handle(self, request: Request) -> None:
         try:
@@ -214,6 +217,13 @@ class _Loop:
                 "tokens_sampled": scheduler.tokens_sampled,
             },
         )
+
+    def _tidy(self, busy: bool) -> None:
+        """Collect cycles when nobody waits for it, or when nobody ever did not."""
+        since_s = time.monotonic() - self._tidied_at_s
+        if since_s > (_TIDY_BUSY_S if busy else _TIDY_IDLE_S):
+            gc.collect()
+            self._tidied_at_s = time.monotonic()
 
 
 def main(argv: list[str]) -> None:

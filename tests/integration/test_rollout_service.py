@@ -1,0 +1,256 @@
+"""A real rollout process on a real broker: jobs, versions, prompts, holds, and deaths."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+
+from shared import topology
+from shared.messages import Event, RolloutGroup
+from shared.registry import live_replicas
+from shared.streams import entries_of, publish
+from tests.integration.rollout_world import (
+    JOB_ID,
+    Server,
+    Trainer,
+    announce_job,
+    announce_version,
+    canonical_weights,
+    eventually,
+    job_document,
+    make_prompt,
+    published_groups,
+    rollout_process,
+    serving_trainer,
+    write_checkpoint,
+    write_version,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("versions")
+    for version in (0, 1):
+        write_version(folder / str(version), canonical_weights(version), version)
+    return {version: folder / str(version) for version in (0, 1)}
+
+
+@pytest_asyncio.fixture
+async def trainer(versions: dict[int, Path]) -> AsyncIterator[Trainer]:
+    async with serving_trainer() as trainer:
+        trainer.versions = dict(versions)
+        yield trainer
+
+
+async def serve_version(server: Server, redis: Redis, trainer: Trainer, version: int) -> None:
+    await eventually(lambda: server.has(state="waiting_for_weights"), "an engine")
+    await announce_version(redis, trainer, version)
+    committed = await server.update(trainer, version)
+    assert committed.status_code == 200, committed.text
+
+
+async def test_prompts_become_groups_once_weights_are_there(
+    redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
+) -> None:
+    async with rollout_process(redis_url, free_port, tmp_path) as server:
+        assert (await server.http.get(f"{server.url}/readyz")).status_code == 200
+        await announce_job(redis, trainer, job_document(checkpoint))
+        for draw in range(6):
+            await publish(redis, topology.prompts(JOB_ID), make_prompt(draw).pack())
+        await eventually(lambda: server.has(state="waiting_for_weights"), "an engine")
+        unready = await server.http.get(f"{server.url}/readyz")
+        assert unready.status_code == 503
+        assert unready.json()["reason"] == "waiting for weights"
+        assert await published_groups(redis) == []
+
+        await serve_version(server, redis, trainer, 0)
+        groups = await groups_published(redis, 6)
+        assert {group.prompt.draw for group in groups} == set(range(6))
+        for group in groups:
+            check_group(group, version=0)
+        await eventually(lambda: is_empty(redis, topology.prompts(JOB_ID)), "acks")
+        (record,) = await live_replicas(redis, "rollout")
+        assert (record.state, record.policy_version, record.job_id) == ("serving", 0, JOB_ID)
+        assert {event.fields["group_id"] for event in await sampled_events(redis)} == {
+            group.prompt.group_id for group in groups
+        }
+
+
+async def test_a_held_or_outdated_server_takes_nothing(
+    redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
+) -> None:
+    async with rollout_process(redis_url, free_port, tmp_path) as server:
+        await announce_job(redis, trainer, job_document(checkpoint))
+        await serve_version(server, redis, trainer, 0)
+        await redis.hset(topology.holds(JOB_ID), server.name, 0)
+        await eventually(lambda: server.has(held_version=0), "the hold")
+        await publish(redis, topology.prompts(JOB_ID), make_prompt(0).pack())
+        await announce_version(redis, trainer, 1)
+        await eventually(lambda: server.has(current_version=1), "the announcement")
+        assert (await server.http.get(f"{server.url}/readyz")).status_code == 200
+
+        await redis.hdel(topology.holds(JOB_ID), server.name)
+        await eventually(lambda: server.has(held_version=None), "the release")
+        unready = await server.http.get(f"{server.url}/readyz")
+        assert unready.json()["reason"] == "serves version 0, version 1 is wanted"
+        assert await published_groups(redis) == []
+
+        assert (await server.update(trainer, 1)).status_code == 200
+        (group,) = await groups_published(redis, 1)
+        check_group(group, version=1)
+
+
+async def test_a_dead_engine_ends_the_process_and_loses_nothing(
+    redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
+) -> None:
+    document = job_document(
+        checkpoint, sampling={"context_length": 4096, "max_response_tokens": 4000}
+    )
+    async with rollout_process(redis_url, free_port, tmp_path) as server:
+        await announce_job(redis, trainer, document)
+        await serve_version(server, redis, trainer, 0)
+        long = make_prompt(0).sampling.model_copy(
+            update={"max_response_tokens": 4000, "stop_token_ids": []}
+        )
+        await publish(redis, topology.prompts(JOB_ID), make_prompt(0, sampling=long).pack())
+        await eventually(lambda: server.has(running=4), "the group to run")
+        os.kill((await server.get("/v1/info"))["engine_pid"], signal.SIGKILL)
+        assert await asyncio.wait_for(server.process.wait(), 20) == 1
+        assert await redis.xlen(topology.prompts(JOB_ID)) == 1
+
+    short = job_document(checkpoint, sampling={"context_length": 64, "max_response_tokens": 16})
+    await announce_job(redis, trainer, short)  # the context now bounds the response
+    async with rollout_process(redis_url, free_port, tmp_path) as server:
+        await serve_version(server, redis, trainer, 0)
+        (group,) = await groups_published(redis, 1)
+        assert [len(rollout.response_token_ids) for rollout in group.rollouts] == [60] * 4
+
+
+async def test_sigterm_finishes_what_runs_and_exits_0(
+    redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
+) -> None:
+    async with rollout_process(redis_url, free_port, tmp_path) as server:
+        document = job_document(
+            checkpoint, sampling={"context_length": 512, "max_response_tokens": 400}
+        )
+        await announce_job(redis, trainer, document)
+        await serve_version(server, redis, trainer, 0)
+        endless = make_prompt(0).sampling.model_copy(
+            update={"max_response_tokens": 100, "stop_token_ids": []}
+        )
+        await publish(redis, topology.prompts(JOB_ID), make_prompt(0, sampling=endless).pack())
+        await eventually(lambda: server.has(running=4), "the group to run")
+        server.process.terminate()
+        assert await asyncio.wait_for(server.process.wait(), 40) == 0
+    (group,) = await published_groups(redis)
+    assert [rollout.finish_reason for rollout in group.rollouts] == ["length"] * 4
+    assert await is_empty(redis, topology.prompts(JOB_ID))
+    assert await live_replicas(redis, "rollout") == []
+
+
+async def test_bad_prompts_are_buried_with_a_reason(
+    redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
+) -> None:
+    async with rollout_process(redis_url, free_port, tmp_path) as server:
+        await announce_job(redis, trainer, job_document(checkpoint))
+        stream = topology.prompts(JOB_ID)
+        await publish(redis, stream, b"\xc1 no message")
+        await publish(redis, stream, make_prompt(1, prompt_token_ids=[5, 320]).pack())
+        await publish(redis, stream, make_prompt(2, prompt_token_ids=[5] * 64).pack())
+        await publish(redis, stream, make_prompt(3).pack())
+        await serve_version(server, redis, trainer, 0)
+        (group,) = await groups_published(redis, 1)
+        assert group.prompt.draw == 3
+        await eventually(lambda: is_empty(redis, stream), "the others to be buried")
+        letters = entries_of(await redis.xread({topology.dead(stream): b"0"}))
+        reasons = sorted(fields[b"reason"].decode() for _, fields in letters)
+        assert any("token id 320 is outside the vocabulary of 320" in one for one in reasons)
+        assert any("64 prompt tokens leave no room in a context of 64" in one for one in reasons)
+        assert len(reasons) == 3
+
+
+async def test_generate_and_score_over_http(
+    redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
+) -> None:
+    async with rollout_process(redis_url, free_port, tmp_path) as server:
+        assert (await server.post("/v1/score", {"sequences": [[1, 2]]})).status_code == 503
+        await announce_job(redis, trainer, job_document(checkpoint))
+        await serve_version(server, redis, trainer, 0)
+        body = {
+            "prompts": [{"text": "37+48="}, {"token_ids": [7, 8, 9]}],
+            "num_samples": 3,
+            "sampling": {"max_response_tokens": 8, "temperature": 0.7},
+            "seed": 5,
+            "policy_version": 0,
+        }
+        first = (await server.post("/v1/generate", body)).json()
+        assert first["policy_version"] == 0
+        assert first == (await server.post("/v1/generate", body)).json()
+        sample = first["results"][1][2]
+        assert first["results"][1][0] != first["results"][1][1]
+
+        scored = await server.post(
+            "/v1/score",
+            {"sequences": [[7, 8, 9, *sample["token_ids"]]], "temperature": 0.7},
+        )
+        assert scored.json()["logprobs"][0][2:] == pytest.approx(sample["logprobs"], abs=1e-5)
+
+        async def status(path: str, **fields: object) -> tuple[int, str]:
+            answer = await server.post(path, body | fields if "generate" in path else fields)
+            return answer.status_code, str(answer.json()["detail"])
+
+        assert await status("/v1/generate", policy_version=3) == (
+            409,
+            "policy version 3 is not held; version 0 is",
+        )
+        code, text = await status("/v1/generate", prompts=[{"token_ids": [1, 999]}])
+        assert (code, "token id 999 is outside the vocabulary of 320" in text) == (422, True)
+        code, text = await status("/v1/generate", prompts=[{"token_ids": [1] * 64}])
+        assert (code, "64 tokens, allowed are 1 to 63" in text) == (422, True)
+        code, _ = await status("/v1/generate", prompts=[{"token_ids": [1], "text": "x"}])
+        assert code == 422
+        code, text = await status("/v1/score", sequences=[[1, -1]])
+        assert (code, "token id -1" in text) == (422, True)
+        code, text = await status("/v1/score", sequences=[[1, 2]], policy_version=1)
+        assert code == 409
+
+
+async def groups_published(redis: Redis, num: int) -> list[RolloutGroup]:
+    async def enough() -> bool:
+        return len(await published_groups(redis)) >= num
+
+    await eventually(enough, f"{num} groups", 30)
+    groups = await published_groups(redis)
+    assert len(groups) == num
+    return groups
+
+
+async def is_empty(redis: Redis, stream: str) -> bool:
+    return bool(await redis.xlen(stream) == 0)
+
+
+async def sampled_events(redis: Redis) -> list[Event]:
+    reply = await redis.xread({topology.events(JOB_ID): b"0"})
+    events = [Event.unpack(fields[b"body"]) for _, fields in entries_of(reply)]
+    return [event for event in events if event.name == "group_sampled"]
+
+
+def check_group(group: RolloutGroup, *, version: int) -> None:
+    for rollout in group.rollouts:
+        num = len(rollout.response_token_ids)
+        assert [(s.policy_version, s.num_tokens) for s in rollout.version_spans] == [(version, num)]
+        ended = 1 in rollout.response_token_ids.tolist()
+        assert rollout.finish_reason == ("stop" if ended else "length")
+        assert (rollout.logprobs < 0).all()

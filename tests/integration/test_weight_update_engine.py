@@ -1,0 +1,281 @@
+"""Activation in the engine itself: once, proven, reversible, and exact in mid-generation."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from services.rollout.engine.embedded import EmbeddedEngine
+from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.weights import build_version
+from services.rollout.models.deepseek_v4_weights import derive
+from shared.errors import WeightsCorrupt
+from shared.messages import SamplingParams
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.weights.manifest import Manifest
+from shared.weights.protocol import CommitUpdate, PauseMode, Probe, ProbeSequence
+from tests.integration.rollout_world import canonical_weights, write_version
+from tests.tiny_deepseek_v4 import DEMO
+
+ARCH = DEMO.with_format("fp8")
+SEQUENCES = [list(range(5, 30)), [7, 300, 11, 2] * 9]
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, dict[str, Tensor]]:
+    return {name: canonical_weights(seed) for seed, name in enumerate("AB")}
+
+
+@pytest.fixture
+def engine() -> EmbeddedEngine:
+    return new_engine()
+
+
+def new_engine(*, slots: int = 8) -> EmbeddedEngine:
+    spec = EngineSpec(ARCH, slots, context_length=64, quantise_activations=True, num_threads=1)
+    return EmbeddedEngine(spec)
+
+
+class Publisher:
+    """Publishes tensors as the next version and has an engine activate them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.version = -1
+
+    def activate(
+        self,
+        engine: EmbeddedEngine,
+        tensors: Mapping[str, Tensor],
+        *,
+        mode: PauseMode = "in_place",
+        probe: Probe | None = None,
+    ) -> tuple[dict[str, object], list[tuple[str, list[Completion]]]]:
+        self.version += 1
+        folder = self.folder / str(self.version)
+        manifest: Manifest = write_version(folder, dict(tensors), self.version)
+        commit = CommitUpdate(pause_mode=mode, probe=probe)
+        return engine.activate(manifest, folder, commit, asked_at_s=0.0)
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Publisher:
+    return Publisher(tmp_path)
+
+
+def logprobs(engine: EmbeddedEngine) -> list[np.ndarray]:
+    return engine.score(SEQUENCES, 1.0, None)[1]
+
+
+def probe_for(tensors: Mapping[str, Tensor]) -> Probe:
+    """What a trainer with these weights expects."""
+    fresh = new_engine()
+    version = build_version(0, ARCH, dict(tensors))
+    fresh.scheduler.switch(version, "in_place")
+    sequences = [
+        ProbeSequence(token_ids=ids, logprobs=scores.tolist())
+        for ids, scores in zip(SEQUENCES, logprobs(fresh), strict=True)
+    ]
+    return Probe(sequences=sequences, max_mean_abs_delta=0.01)
+
+
+def request(name: str, *, samples: int = 4, tokens: int = 30, seed: int = 1) -> GroupRequest:
+    return GroupRequest(
+        name,
+        np.array([5, 6, 7, 8, 9], np.int32),
+        list(range(samples)),
+        SamplingParams(max_response_tokens=tokens),
+        seed,
+    )
+
+
+def run(engine: EmbeddedEngine, *, rounds: int | None = None) -> dict[str, list[Completion]]:
+    done: dict[str, list[Completion]] = {}
+    while engine.scheduler.has_work and rounds != 0:
+        done |= dict(engine.scheduler.step())
+        rounds = None if rounds is None else rounds - 1
+    return done
+
+
+def test_updates_there_and_back_equal_a_fresh_load(
+    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
+) -> None:
+    seen: dict[str, tuple[object, list[np.ndarray]]] = {}
+    for name in "ABAB":
+        result, _ = publisher.activate(engine, weights[name], probe=probe_for(weights[name]))
+        found = (result["effective_checksum"], logprobs(engine))
+        if name in seen:
+            assert found[0] == seen[name][0]
+            assert all(np.array_equal(a, b) for a, b in zip(found[1], seen[name][1], strict=True))
+        seen[name] = found
+        fresh = new_engine()
+        fresh.scheduler.switch(build_version(0, ARCH, weights[name]), "in_place")
+        assert all(np.array_equal(a, b) for a, b in zip(found[1], logprobs(fresh), strict=True))
+    assert seen["A"][0] != seen["B"][0]
+    assert engine.num_rebuilds == 4
+    assert engine.policy_version == 3
+
+
+def test_a_forgotten_rebuild_is_refused_by_the_probe(
+    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
+) -> None:
+    publisher.activate(engine, weights["A"])
+    before, stale = logprobs(engine), engine.scheduler.version
+    assert stale is not None
+    engine._build = lambda arch, canonical: stale.derived
+    with pytest.raises(WeightsCorrupt, match=r"probe: mean \|delta log p\| .* exceeds 0.01"):
+        publisher.activate(engine, weights["B"], probe=probe_for(weights["B"]))
+    assert engine.policy_version == 0
+    assert all(np.array_equal(a, b) for a, b in zip(before, logprobs(engine), strict=True))
+
+
+def _stale_sink(old: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+    def build(arch: Architecture, canonical: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+        derived = derive(arch, canonical)
+        derived.blocks[2].sink = derive(arch, old).blocks[2].sink
+        return derived
+
+    return build, "layers.2.attn.attn_sink"
+
+
+def _scales_read_as_numbers(old: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+    def build(arch: Architecture, canonical: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+        name = "layers.0.attn.wo_b.scale"
+        raw = canonical[name].view(torch.uint8).float()
+        return derive(arch, {**canonical, name: raw})
+
+    return build, "layers.0.attn.wo_b.weight"
+
+
+def _rebuilt_after_half(old: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+    def build(arch: Architecture, canonical: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+        names = list(canonical)
+        return derive(arch, {**canonical, **{n: old[n] for n in names[len(names) // 2 :]}})
+
+    return build, ""  # the first by name of about half of all tensors
+
+
+@pytest.mark.parametrize("fault", [_stale_sink, _scales_read_as_numbers, _rebuilt_after_half])
+def test_a_wrong_rebuild_is_refused_by_the_checksum_without_a_probe(
+    engine: EmbeddedEngine,
+    publisher: Publisher,
+    weights: dict[str, dict[str, Tensor]],
+    fault,
+) -> None:
+    publisher.activate(engine, weights["A"])
+    before = logprobs(engine)
+    engine._build, named = fault(weights["A"])
+    with pytest.raises(WeightsCorrupt, match="is not what was published") as refused:
+        publisher.activate(engine, weights["B"])
+    assert named in str(refused.value)
+    assert engine.policy_version == 0
+    assert all(np.array_equal(a, b) for a, b in zip(before, logprobs(engine), strict=True))
+
+
+def test_bad_tensors_are_named_and_the_old_version_serves(
+    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
+) -> None:
+    publisher.activate(engine, weights["A"])
+    before = logprobs(engine)
+    name = "layers.1.ffn.experts.3.w2.weight"
+    codes = weights["B"][name].clone()
+    codes.view(torch.uint8)[5, 5] = 0x7F
+    table = weights["B"]["layers.0.ffn.gate.tid2eid"].clone()
+    table[3, 1] = 8
+    faults = {
+        name: codes,
+        "layers.0.ffn.gate.tid2eid": table,
+        "layers.3.attn.wq_a.weight": weights["B"]["layers.3.attn.wq_a.weight"][:64],
+        "norm.weight": weights["B"]["norm.weight"].float(),
+    }
+    for victim, tensor in faults.items():
+        with pytest.raises(WeightsCorrupt, match=victim.replace(".", r"\.")):
+            publisher.activate(engine, {**weights["B"], victim: tensor})
+    assert engine.policy_version == 0
+    assert all(np.array_equal(a, b) for a, b in zip(before, logprobs(engine), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_generation_goes_on_across_an_update_with_exact_spans(
+    mode: PauseMode,
+    engine: EmbeddedEngine,
+    publisher: Publisher,
+    weights: dict[str, dict[str, Tensor]],
+) -> None:
+    publisher.activate(engine, weights["A"])
+    engine.scheduler.add(request("g"))
+    run(engine, rounds=10)
+    _, ended = publisher.activate(engine, weights["B"], mode=mode)
+    assert ended == []
+    completions = run(engine)["g"]
+    assert [one.version_spans for one in completions] == [[(0, 11), (1, 19)]] * 4
+    check_tokens_against_versions(completions, weights)
+
+
+def test_an_update_in_abort_mode_returns_what_there_is_and_it_can_go_on(
+    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
+) -> None:
+    publisher.activate(engine, weights["A"])
+    engine.scheduler.add(request("g", samples=3))
+    engine.scheduler.add(request("later", samples=16, tokens=3))
+    run(engine, rounds=1)
+    run(engine, rounds=5)
+    _, ended = publisher.activate(engine, weights["B"], mode="abort")
+    ((_, cut),) = [one for one in ended if one[0] == "g"]
+    assert [one.finish_reason for one in cut] == ["abort"] * 3
+    assert [one.version_spans for one in cut] == [[(0, len(one.token_ids))] for one in cut]
+    engine.scheduler.add(
+        GroupRequest(
+            "g again",
+            np.array([5, 6, 7, 8, 9], np.int32),
+            [0, 1, 2],
+            SamplingParams(max_response_tokens=30),
+            1,
+            partial=dict(enumerate(cut)),
+        )
+    )
+    completions = run(engine)["g again"]
+    num = len(cut[0].token_ids)
+    assert [one.version_spans for one in completions] == [[(0, num), (1, 30 - num)]] * 3
+    check_tokens_against_versions(completions, weights)
+
+
+def check_tokens_against_versions(
+    completions: list[Completion], weights: dict[str, dict[str, Tensor]]
+) -> None:
+    """Each recorded log-probability is the one that its own version gives to that token.
+
+    A state kept across the update would show: the second span is scored from the first token on
+    with the new weights alone.
+    """
+    for version, name in enumerate("AB"):
+        fresh = new_engine()
+        fresh.scheduler.switch(build_version(0, ARCH, weights[name]), "in_place")
+        for one in completions:
+            first = one.version_spans[0][1]
+            span = slice(0, first) if version == 0 else slice(first, None)
+            ids = [5, 6, 7, 8, 9, *one.token_ids.tolist()]
+            scores = fresh.score([ids], 1.0, None)[1][0][4:]
+            assert np.abs(scores - one.logprobs)[span].max() < 1e-5
+
+
+def test_a_group_that_waits_is_sampled_by_the_new_version_alone(
+    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
+) -> None:
+    """Its prompt was computed under the old weights already."""
+    publisher.activate(engine, weights["A"])
+    engine.scheduler.add(request("first", samples=8))
+    engine.scheduler.add(request("second", samples=2, seed=2))
+    run(engine, rounds=3)
+    publisher.activate(engine, weights["B"])
+    done = run(engine)
+    assert [one.version_spans for one in done["second"]] == [[(1, 30)]] * 2
+    fresh = new_engine()
+    fresh.scheduler.switch(build_version(0, ARCH, weights["B"]), "in_place")
+    fresh.scheduler.add(request("second", samples=2, seed=2))
+    for found, expected in zip(done["second"], run(fresh)["second"], strict=True):
+        assert np.array_equal(found.token_ids, expected.token_ids)
+        assert np.array_equal(found.logprobs, expected.logprobs)

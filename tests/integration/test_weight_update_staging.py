@@ -1,0 +1,263 @@
+"""Staging a version: whatever is wrong is found before anything is served, and named."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+
+from services.rollout.engine.engine import Engine
+from services.rollout.weights import CommitFailed, UpdateConflict, Updates, UpdateUnknown
+from shared.errors import RemoteError
+from shared.weights.manifest import Manifest, TensorEntry, shard_file
+from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
+from tests.integration.rollout_world import (
+    JOB_ID,
+    Trainer,
+    canonical_weights,
+    eventually,
+    serving_trainer,
+    write_version,
+)
+from tests.tiny_deepseek_v4 import DEMO
+
+
+class StandIn:
+    """An engine that activates at once, or refuses."""
+
+    def __init__(self) -> None:
+        self.spec = SimpleNamespace(arch=DEMO.with_format("fp8"))
+        self.policy_version: int | None = None
+        self.died = asyncio.Event()
+        self.refuse = False
+        self.activated: list[tuple[int, list[str]]] = []
+
+    async def activate(
+        self, folder: Path, commit: CommitUpdate, *, timeout_s: float
+    ) -> CommitResult:
+        if self.refuse:
+            raise RemoteError("WeightsCorrupt", "probe: mean |delta log p| 3 exceeds 0.1")
+        self.policy_version = int(folder.name[1:])
+        files = await asyncio.to_thread(lambda: sorted(f.name for f in folder.iterdir()))
+        self.activated.append((self.policy_version, files))
+        phases = dict.fromkeys(("pause_s", "load_s", "restore_s", "probe_s", "resume_s"), 0.0)
+        return CommitResult(
+            version=self.policy_version, effective_checksum="0" * 32, **cast(Any, phases)
+        )
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("published")
+    for version in (1, 2, 3):
+        write_version(folder / str(version), canonical_weights(version), version)
+    return {version: folder / str(version) for version in (1, 2, 3)}
+
+
+@pytest_asyncio.fixture
+async def trainer(published: dict[int, Path]) -> AsyncIterator[Trainer]:
+    async with serving_trainer() as trainer:
+        trainer.versions = dict(published)
+        yield trainer
+
+
+@pytest.fixture
+def engine() -> StandIn:
+    return StandIn()
+
+
+@pytest_asyncio.fixture
+async def updates(engine: StandIn, tmp_path: Path) -> AsyncIterator[Updates]:
+    updates = Updates(
+        cast(Engine, engine),
+        job_id=JOB_ID,
+        folder=tmp_path / "staging",
+        deadline_s=5.0,
+        max_bytes=2**30,
+        on_change=lambda: None,
+    )
+    yield updates
+    await updates.close()
+
+
+def begin(
+    updates: Updates,
+    trainer: Trainer,
+    version: int,
+    manifest: Manifest | None = None,
+    **fields: Any,
+) -> UpdateStatus:
+    values = {
+        "job_id": JOB_ID,
+        "version": version,
+        "manifest": manifest or trainer.manifest(version),
+        "sources": [trainer.url],
+    }
+    return updates.begin(BeginUpdate(**(values | fields)), known_sources=[trainer.url])
+
+
+async def outcome(updates: Updates, version: int) -> UpdateStatus:
+    async def ended() -> bool:
+        return updates.status(version).state != "staging"
+
+    await eventually(ended, f"version {version} to be staged or refused")
+    return updates.status(version)
+
+
+async def test_a_version_is_staged_committed_and_repeated(
+    updates: Updates, trainer: Trainer, engine: StandIn
+) -> None:
+    assert begin(updates, trainer, 1).state == "staging"
+    assert begin(updates, trainer, 1).version == 1  # the same update, not a conflict
+    status = await outcome(updates, 1)
+    assert (status.state, status.staged_bytes) == ("staged", status.total_bytes)
+    num_shards = len(trainer.manifest(1).shards)
+    assert len(trainer.requests) == num_shards > 3
+    result = await updates.commit(1, CommitUpdate())
+    assert await updates.commit(1, CommitUpdate()) == result
+    assert begin(updates, trainer, 1).state == "active"
+    ((_, files),) = engine.activated
+    assert files == ["manifest.json", *(shard_file(i) for i in range(num_shards))]
+
+
+async def test_order_of_versions_is_kept(
+    updates: Updates, trainer: Trainer, engine: StandIn
+) -> None:
+    begin(updates, trainer, 2)
+    with pytest.raises(UpdateConflict, match=r"version 3 cannot begin: version 2 is stag"):
+        begin(updates, trainer, 3)
+    with pytest.raises(UpdateUnknown, match="no update of version 3"):
+        updates.status(3)
+    await outcome(updates, 2)
+    await updates.commit(2, CommitUpdate())
+    with pytest.raises(UpdateConflict, match="version 1 is not above active version 2"):
+        begin(updates, trainer, 1)
+    with pytest.raises(UpdateConflict, match="job other-1 is not served here"):
+        begin(updates, trainer, 3, job_id="other-1")
+    with pytest.raises(UpdateConflict, match="came before with another manifest"):
+        begin(updates, trainer, 2, trainer.manifest(3).model_copy(update={"policy_version": 2}))
+    with pytest.raises(ValueError, match="is no registered peer"):
+        begin(updates, trainer, 3, sources=["http://10.0.0.1"])
+
+
+async def test_one_flipped_bit_is_named_and_nothing_is_served(
+    updates: Updates, trainer: Trainer, engine: StandIn
+) -> None:
+    manifest = trainer.manifest(1)
+    victim = next(t for t in manifest.tensors if t.shard == 2 and t.num_bytes > 1000)
+
+    def flip(version: int, shard: int, body: bytes) -> bytes:
+        if shard != victim.shard:
+            return body
+        at = victim.offset + 500
+        return body[:at] + bytes([body[at] ^ 8]) + body[at + 1 :]
+
+    trainer.spoil = flip
+    begin(updates, trainer, 1)
+    status = await outcome(updates, 1)
+    assert status.state == "failed"
+    assert f"checksum of {victim.name} differs" in status.error
+    with pytest.raises(UpdateConflict, match="version 1 is failed"):
+        await updates.commit(1, CommitUpdate())
+    assert engine.activated == []
+
+    trainer.spoil = lambda version, shard, body: body
+    trainer.requests.clear()
+    begin(updates, trainer, 1)
+    assert (await outcome(updates, 1)).state == "staged"
+    assert {shard for _, shard, _ in trainer.requests} == set(range(2, len(manifest.shards)))
+
+
+async def test_a_transfer_that_breaks_off_goes_on_where_it_stopped(
+    updates: Updates, trainer: Trainer
+) -> None:
+    trainer.cut_after = {1: 70_000}
+    begin(updates, trainer, 1)
+    assert (await outcome(updates, 1)).state == "staged"
+    offsets = [offset for _, shard, offset in trainer.requests if shard == 1]
+    assert offsets == [0, 70_000]
+
+
+async def test_a_dead_source_is_passed_over(updates: Updates, trainer: Trainer) -> None:
+    gone = "http://127.0.0.1:9"
+    request = BeginUpdate(
+        job_id=JOB_ID, version=1, manifest=trainer.manifest(1), sources=[gone, trainer.url]
+    )
+    updates.begin(request, known_sources=[gone, trainer.url])
+    assert (await outcome(updates, 1)).state == "staged"
+
+
+async def test_a_manifest_that_does_not_fit_the_model_pulls_nothing(
+    updates: Updates, trainer: Trainer
+) -> None:
+    manifest = trainer.manifest(1)
+
+    def with_tensor(victim: str, fields: dict[str, Any]) -> Manifest:
+        tensors = [
+            TensorEntry(**(t.model_dump() | fields)) if t.name == victim else t
+            for t in manifest.tensors
+        ]
+        return manifest.model_copy(update={"tensors": tensors})
+
+    wrong = {
+        "layers.1.attn.wkv.weight": {"shape": [128, 64]},
+        "layers.0.attn.attn_sink": {"dtype": "BF16", "shape": [8]},
+        "layers.0.ffn.gate.tid2eid": {"name": "layers.0.ffn.gate.table"},
+    }
+    for name, fields in wrong.items():
+        begin(updates, trainer, 1, with_tensor(name, fields))
+        status = await outcome(updates, 1)
+        assert (status.state, name in status.error) == ("failed", True)
+    assert "expected I64[320, 2], found none" in status.error
+    assert trainer.requests == []
+
+
+async def test_abort_while_staging_frees_the_server(updates: Updates, trainer: Trainer) -> None:
+    trainer.answering.clear()
+    begin(updates, trainer, 1)
+    assert (await updates.abort(1)).state == "aborted"
+    trainer.answering.set()
+    begin(updates, trainer, 2)
+    assert (await outcome(updates, 2)).state == "staged"
+    assert (await updates.abort(2)).state == "aborted"
+
+
+async def test_a_trainer_that_never_commits_does_not_block_the_next(
+    engine: StandIn, trainer: Trainer, tmp_path: Path
+) -> None:
+    updates = Updates(
+        cast(Engine, engine),
+        job_id=JOB_ID,
+        folder=tmp_path,
+        deadline_s=0.3,
+        max_bytes=2**30,
+        on_change=lambda: None,
+    )
+    begin(updates, trainer, 1)
+
+    async def accepts_next() -> bool:
+        try:
+            return begin(updates, trainer, 2).version == 2
+        except UpdateConflict:
+            return False
+
+    await eventually(accepts_next, "version 1 to be given up")
+    assert (await outcome(updates, 2)).state == "staged"
+
+
+async def test_a_refused_commit_leaves_the_way_open(
+    updates: Updates, trainer: Trainer, engine: StandIn
+) -> None:
+    begin(updates, trainer, 1)
+    await outcome(updates, 1)
+    engine.refuse = True
+    with pytest.raises(CommitFailed, match="probe"):
+        await updates.commit(1, CommitUpdate())
+    assert updates.status(1).state == "failed"
+    engine.refuse = False
+    begin(updates, trainer, 1)
+    assert (await outcome(updates, 1)).state == "staged"
+    assert (await updates.commit(1, CommitUpdate())).version == 1
