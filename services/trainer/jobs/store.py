@@ -156,7 +156,7 @@ class JobStore:
             elif now.state == "running" and now.wish == "pause":
                 self._db.execute("UPDATE jobs SET wish = NULL WHERE job_id = ?", (job_id,))
             elif now.state not in ("queued", "running"):
-                raise WrongState(f"{job_id} is {now.state}, so it cannot resume")
+                raise WrongState(f"{job_id} is {now.state}; only a paused or failed job can resume")
         return self.get(job_id)
 
     def _new_id(self, name: str) -> str:

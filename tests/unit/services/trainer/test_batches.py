@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+
+from services.trainer.batches import (
+    KeptGroup,
+    Unusable,
+    batch_facts,
+    build_batch,
+    group_advantages,
+    judge,
+)
+from shared.job import Job
+from shared.messages import (
+    GraderError,
+    Outcome,
+    PromptGroup,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Score,
+    ScoredGroup,
+    Timeout,
+    Unparseable,
+    VersionSpan,
+)
+
+RIGHT, WRONG = Score(value=1.0), Score(value=0.0)
+
+
+def make_job(**sections: dict) -> Job:
+    document = {
+        "name": "test",
+        "steps": 4,
+        "model": {"rollout_checkpoint": "/nowhere"},
+        "data": {"path": "/nowhere"},
+        "sampling": {"context_length": 64, "max_response_tokens": 8},
+    }
+    for name, fields in sections.items():
+        document[name] = document.get(name, {}) | fields
+    return Job.model_validate(document)
+
+
+def scored(
+    *outcomes: Outcome, draw: int = 0, version: int = 3, lengths: tuple = (), finish: str = "stop"
+) -> ScoredGroup:
+    prompt = PromptGroup(
+        job_id="j",
+        group_id=f"j.g{draw:06d}",
+        draw=draw,
+        prompt_token_ids=[1, 2, 3],
+        gold="1",
+        grader="math",
+        num_samples=len(outcomes),
+        sampling=SamplingParams(max_response_tokens=8),
+        seed=1,
+        min_policy_version=0,
+    )
+    rollouts = []
+    for index in range(len(outcomes)):
+        length = lengths[index] if lengths else 2
+        spans = [VersionSpan(policy_version=version, num_tokens=length)] if length else []
+        rollouts.append(
+            Rollout(
+                rollout_id=f"{prompt.group_id}.{index}",
+                response_token_ids=[7] * length,
+                logprobs=[-0.5] * length,
+                version_spans=spans,
+                finish_reason=finish,
+                text="",
+            )
+        )
+    group = RolloutGroup(
+        prompt=prompt, replica="r", rollouts=rollouts, sampled_at_s=0.0, sampling_s=0.0
+    )
+    return ScoredGroup(group=group, outcomes=list(outcomes), grading_s=0.0)
+
+
+def kept(*rewards: float, draw: int = 0, **traits) -> KeptGroup:
+    outcomes = [Score(value=reward) for reward in rewards]
+    return KeptGroup(b"1-0", scored(*outcomes, draw=draw, **traits), rewards)
+
+
+def test_group_with_variance_gives_its_rewards() -> None:
+    assert judge(scored(RIGHT, WRONG), job=make_job(), oldest_trainable=3) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "reason", "rewards"),
+    [
+        (scored(RIGHT, RIGHT), "no_variance_all_right", (1.0, 1.0)),
+        (scored(WRONG, WRONG), "no_variance_all_wrong", (0.0, 0.0)),
+        (scored(*[Score(value=0.3)] * 2), "no_variance_same", (0.3, 0.3)),
+        (scored(Score(value=0.1 + 0.2), Score(value=0.3)), "no_variance_same", (0.1 + 0.2, 0.3)),
+        (scored(RIGHT, Unparseable()), "unscored_unparseable", (1.0,)),
+        (scored(RIGHT, Unparseable(), Timeout(after_s=1)), "unscored_timeout", (1.0,)),
+        (scored(Timeout(after_s=1), GraderError(reason="x")), "unscored_error", ()),
+        (scored(RIGHT, WRONG, version=2), "too_old", (1.0, 0.0)),
+        (scored(RIGHT, WRONG, lengths=(0, 0)), "empty_responses", (1.0, 0.0)),
+        (scored(RIGHT, WRONG, finish="abort"), "aborted", (1.0, 0.0)),
+    ],
+)
+def test_unusable_group_says_why(group: ScoredGroup, reason: str, rewards: tuple) -> None:
+    assert judge(group, job=make_job(), oldest_trainable=3) == Unusable(reason, rewards)
+
+
+def test_unparseable_text_may_earn_nothing_instead() -> None:
+    job = make_job(reward={"unscored": "zero"})
+    assert judge(scored(RIGHT, Unparseable()), job=job, oldest_trainable=0) == (1.0, 0.0)
+    late = judge(scored(RIGHT, Timeout(after_s=1)), job=job, oldest_trainable=0)
+    assert late == Unusable("unscored_timeout", (1.0,))
+
+
+def test_groups_without_variance_are_kept_if_the_job_says_so() -> None:
+    job = make_job(sampling={"dynamic": False})
+    assert judge(scored(RIGHT, RIGHT), job=job, oldest_trainable=0) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "by_std", "advantages"),
+    [
+        ([1.0, 0.0], True, [1.0, -1.0]),
+        ([1.0, 0.0], False, [0.5, -0.5]),
+        ([1.0, 0.0, 0.0, 0.0], True, [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
+        ([0.3, 0.1 + 0.2], True, [0.0, 0.0]),
+        ([2.0, 2.0, 2.0], True, [0.0, 0.0, 0.0]),
+        ([5.0], True, [0.0]),
+    ],
+)
+def test_advantages(rewards: list[float], by_std: bool, advantages: list[float]) -> None:
+    found = group_advantages(rewards, normalise_by_std=by_std)
+    np.testing.assert_allclose(found, advantages, atol=1e-7)
+
+
+def test_batch_stands_in_draw_order() -> None:
+    groups = [kept(0.0, 1.0, draw=5), kept(1.0, 0.0, draw=2), kept(0.0, 1.0, draw=3)]
+    batch = build_batch(groups, job=make_job(), job_id="j", step=4, policy_version=3)
+    assert batch.group_ids == ["j.g000002", "j.g000003", "j.g000005"]
+    assert [sample.rollout_id for sample in batch.samples][:2] == ["j.g000002.0", "j.g000002.1"]
+    assert [sample.advantage for sample in batch.samples] == [1, -1, -1, 1, -1, 1]
+    first = batch.samples[0]
+    assert (first.num_prompt_tokens, first.token_ids.tolist()) == (3, [1, 2, 3, 7, 7])
+    assert (
+        batch.pack()
+        == build_batch(groups[::-1], job=make_job(), job_id="j", step=4, policy_version=3).pack()
+    )
+
+
+def test_empty_responses_are_left_out_of_the_batch_and_counted() -> None:
+    groups = [kept(0.0, 1.0, lengths=(0, 2))]
+    batch = build_batch(groups, job=make_job(), job_id="j", step=1, policy_version=3)
+    assert [sample.rollout_id for sample in batch.samples] == ["j.g000000.1"]
+    facts = batch_facts(batch, groups, reward_sum=0.0, num_rewards=0)
+    assert (facts["samples"], facts["empty_responses"]) == (1, 1)
+
+
+def test_raw_reward_counts_dropped_groups_and_trained_reward_does_not() -> None:
+    groups = [kept(0.0, 1.0, draw=0), kept(1.0, 1.0, draw=1, version=1, finish="length")]
+    batch = build_batch(groups, job=make_job(), job_id="j", step=1, policy_version=3)
+    facts = batch_facts(batch, groups, reward_sum=1.0, num_rewards=6)
+    assert facts["reward_raw"] == pytest.approx(0.4)
+    assert facts["reward_trained"] == pytest.approx(0.75)
+    assert (facts["lag_mean"], facts["lag_max"]) == (1.0, 2)
+    assert facts["truncated_share"] == 0.5
+    assert (facts["tokens"], facts["response_tokens"]) == (20, 8)

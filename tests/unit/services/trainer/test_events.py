@@ -1,0 +1,69 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.entries import Draw
+from services.trainer.events import EVENTS_FILE, EventLog, EventTail, event_maker
+
+make = event_maker("j", "trainer-0")
+
+
+@pytest.fixture
+def books(tmp_path: Path):
+    books = Books(tmp_path / BOOKS_FILE)
+    yield books
+    books.close()
+
+
+def names(run_dir: Path) -> list[str]:
+    return [json.loads(line)["name"] for line in (run_dir / EVENTS_FILE).read_text().splitlines()]
+
+
+def test_own_and_foreign_events_stand_in_one_order(tmp_path: Path, books: Books) -> None:
+    record = EventLog(tmp_path, books)
+    record.note(make("first"))
+    record.take(b"5-0", make("second"))
+    books.record_draws([Draw(0, "g0", 0, "too_long", make("third"))])
+    record.flush_journal()
+    record.close()
+    assert names(tmp_path) == ["first", "second", "third"]
+    again = EventLog(tmp_path, books)
+    assert (again.num_lines, again.stream_id) == (3, b"5-0")
+    again.close()
+    assert names(tmp_path) == ["first", "second", "third"]
+
+
+def test_events_of_a_killed_process_are_written_by_the_next(tmp_path: Path, books: Books) -> None:
+    """The books had the event, the file only half of its line."""
+    record = EventLog(tmp_path, books)
+    record.note(make("kept"))
+    record.close()
+    books.note_event(make("torn"))
+    books.note_event(make("lost"))
+    with (tmp_path / EVENTS_FILE).open("a") as file:
+        file.write('{"name": "to')
+    EventLog(tmp_path, books).close()
+    assert names(tmp_path) == ["kept", "torn", "lost"]
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path, books: Books) -> None:
+    record = EventLog(tmp_path, books)
+    record.take(b"1-0", make("x", a=float("nan"), b=[float("inf"), {"c": -float("inf")}], d=1.5))
+    record.close()
+    body = json.loads((tmp_path / EVENTS_FILE).read_text())
+    assert body["fields"] == {"a": None, "b": [None, {"c": None}], "d": 1.5}
+
+
+def test_tail_gives_complete_lines_with_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_FILE
+    tail = EventTail(path, after=1)
+    assert tail.read_more() == []
+    path.write_text("one\ntwo\nthr")
+    assert tail.read_more() == [(2, "two")]
+    with path.open("a") as file:
+        file.write("ee\nfour\nfive\n")
+    assert tail.read_more(max_lines=2) == [(3, "three"), (4, "four")]
+    assert tail.read_more() == [(5, "five")]
+    assert tail.num_lines == 5

@@ -1,0 +1,111 @@
+from pathlib import Path
+
+import pytest
+
+from services.trainer.jobs.store import JobStore, KeyReused, WrongState
+from shared.job import Job
+
+
+def make_job(**changes: object) -> Job:
+    return Job.model_validate(
+        {
+            "name": "test",
+            "steps": 4,
+            "model": {"rollout_checkpoint": "/nowhere"},
+            "data": {"path": "/nowhere"},
+            "sampling": {"context_length": 64, "max_response_tokens": 8},
+            **changes,
+        }
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    store = JobStore(tmp_path / "runs")
+    yield store
+    store.close()
+
+
+def test_job_is_there_for_the_next_process(tmp_path: Path, store: JobStore) -> None:
+    added, is_new = store.add(make_job(seed=3))
+    assert is_new
+    other = JobStore(tmp_path / "runs")
+    assert other.get(added.job_id) == added
+    assert other.get(added.job_id).job == make_job(seed=3)
+    other.close()
+    with pytest.raises(LookupError, match="there is no job x"):
+        store.get("x")
+
+
+def test_running_job_comes_before_the_queue(store: JobStore) -> None:
+    first, second, third = (store.add(make_job())[0].job_id for _ in range(3))
+    assert store.next_job().job_id == first
+    store.begin(second)
+    assert store.next_job().job_id == second
+    store.end(second, "finished")
+    assert store.next_job().job_id == first
+    store.ask(first, "cancel")
+    assert store.next_job().job_id == third
+
+
+def test_key_names_one_document(store: JobStore) -> None:
+    first, _ = store.add(make_job(), idempotency_key="k")
+    again, is_new = store.add(make_job(), idempotency_key="k")
+    assert (again.job_id, is_new) == (first.job_id, False)
+    with pytest.raises(KeyReused, match=f"'k' belongs to {first.job_id}"):
+        store.add(make_job(steps=5), idempotency_key="k")
+    assert len(store.all()) == 1
+
+
+WISHES = [
+    ("queued", "pause", "paused"),
+    ("queued", "cancel", "cancelled"),
+    ("paused", "cancel", "cancelled"),
+    ("paused", "pause", "paused"),
+    ("cancelled", "cancel", "cancelled"),
+]
+
+
+@pytest.mark.parametrize(("before", "wish", "after"), WISHES)
+def test_job_that_waits_obeys_at_once(store: JobStore, before: str, wish: str, after: str) -> None:
+    job_id = store.add(make_job())[0].job_id
+    if before != "queued":
+        store.end(job_id, before)
+    assert store.ask(job_id, wish).state == after
+
+
+def test_running_job_is_told_of_the_wish(store: JobStore) -> None:
+    job_id = store.add(make_job())[0].job_id
+    store.begin(job_id)
+    assert store.ask(job_id, "pause").state == "running"
+    assert store.get(job_id).wish == "pause"
+    assert store.resume(job_id).wish is None
+    assert store.ask(job_id, "cancel").wish == "cancel"
+    store.end(job_id, "cancelled")
+    assert store.get(job_id).wish is None
+
+
+@pytest.mark.parametrize(
+    ("state", "asked"),
+    [("finished", "pause"), ("finished", "cancel"), ("failed", "pause"), ("finished", "resume")],
+)
+def test_ended_job_cannot(store: JobStore, state: str, asked: str) -> None:
+    job_id = store.add(make_job())[0].job_id
+    store.end(job_id, state)
+    with pytest.raises(WrongState, match=f"{job_id} is {state}; only a "):
+        store.resume(job_id) if asked == "resume" else store.ask(job_id, asked)
+
+
+def test_failed_job_can_be_resumed(store: JobStore) -> None:
+    job_id = store.add(make_job())[0].job_id
+    store.end(job_id, "failed", "no disk")
+    assert store.get(job_id).error == "no disk"
+    resumed = store.resume(job_id)
+    assert (resumed.state, resumed.error) == ("queued", None)
+
+
+def test_deaths_without_a_step_are_counted(store: JobStore) -> None:
+    job_id = store.add(make_job())[0].job_id
+    assert [store.begin(job_id).attempts for _ in range(3)] == [1, 2, 3]
+    store.note_progress(job_id)
+    assert store.begin(job_id).attempts == 2
