@@ -63,7 +63,7 @@ async def live_replicas(redis: Redis, service: str) -> list[Replica]:
     keys = sorted(cast(set[bytes], await cast(Any, redis.smembers(topology.REPLICAS))))
     if not keys:
         return []
-    bodies = await redis.mget(keys)
+    bodies = cast(list[bytes | None], await redis.mget(keys))
     expired = [key for key, body in zip(keys, bodies, strict=True) if body is None]
     if expired:
         await cast(Any, redis.srem(topology.REPLICAS, *expired))
