@@ -1,4 +1,4 @@
-"""The evaluator's process: HTTP, the evaluations of the job in progress, and those on request."""
+"""The evaluator's process: the job's evaluations, those on request, and parity runs."""
 
 import asyncio
 import os
@@ -10,6 +10,8 @@ from fastapi import FastAPI
 from services.evaluator import api
 from services.evaluator.config import EvaluatorConfig
 from services.evaluator.following import CurrentJob
+from services.evaluator.parity import api as parity_api
+from services.evaluator.parity.requests import ParityRuns
 from services.evaluator.requests import Refused, RequestedEvals
 from services.evaluator.runner import Runner
 from services.evaluator.worker import EvalWorker
@@ -33,11 +35,13 @@ def create_app(config: EvaluatorConfig) -> FastAPI:
             state.requested = RequestedEvals(
                 state.redis, runner, state.current, data_roots=config.data_roots
             )
+            state.parity = ParityRuns(state.redis, http, state.current)
             yield
         await state.redis.aclose()
 
     app = FastAPI(title="Tandem evaluator", lifespan=lifespan)
     app.include_router(api.router)
+    app.include_router(parity_api.router)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))
     app.add_exception_handler(Refused, api.answer_refused)
     return app
@@ -55,6 +59,9 @@ def workers(app: FastAPI, config: EvaluatorConfig) -> list[Worker]:
     async def evaluate_requests(stop: asyncio.Event) -> None:
         await app.state.requested.run(stop)
 
+    async def compare_on_request(stop: asyncio.Event) -> None:
+        await app.state.parity.run(stop)
+
     async def watch_backlog(stop: asyncio.Event) -> None:
         await app.state.worker.watch_backlog(stop)
 
@@ -71,4 +78,11 @@ def workers(app: FastAPI, config: EvaluatorConfig) -> list[Worker]:
 
         await keep_registered(app.state.redis, describe, stop)
 
-    return [follow_jobs, evaluate_jobs, evaluate_requests, watch_backlog, stay_registered]
+    return [
+        follow_jobs,
+        evaluate_jobs,
+        evaluate_requests,
+        compare_on_request,
+        watch_backlog,
+        stay_registered,
+    ]

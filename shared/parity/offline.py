@@ -1,4 +1,4 @@
-"""`python -m shared.parity.offline REQUEST RESULT`: two checkpoints through the reference.
+"""`python -m shared.parity.offline`: a request on stdin, two checkpoints, the result on stdout.
 
 Both sides score the same tokens with the plain PyTorch model, each with its own weights and its own
 rounding of activations; on request their inner states are walked.
@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from shared.parity.offline_request import (
     WalkResult,
 )
 from shared.parity.walk import routing_agreement, walk
-from shared.process import exit_with
+from shared.process import die_with_parent, exit_with
 from shared.quant.activation import RELEASE, SERVED, UNQUANTISED, ActivationQuant
 from shared.tokenizer import CheckpointTokenizer
 
@@ -260,14 +259,13 @@ def _until_stop(row: list[int], stop: Sequence[int]) -> list[int]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    if len(arguments) != 2:
-        exit_with("usage: python -m shared.parity.offline REQUEST.json RESULT.json")
-    request = OfflineRequest.model_validate_json(Path(arguments[0]).read_text())
+    """The parent's pid may be given: then this process does not outlive it."""
+    die_with_parent(int(arguments[0]) if arguments else None)
     try:
-        result = run(request)
+        result = run(OfflineRequest.model_validate_json(sys.stdin.read()))
     except (ValueError, OSError) as err:
         exit_with(str(err))
-    Path(arguments[1]).write_text(result.model_dump_json())
+    sys.stdout.write(result.model_dump_json())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 The command line writes a request, starts the child, reads the result: so it never loads torch.
 """
 
+import math
 from pathlib import Path
 from typing import Literal, Self
 
@@ -15,7 +16,7 @@ WalkMode = Literal["none", "chained", "isolated"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Side(_Part):
@@ -66,10 +67,17 @@ class OfflineRequest(_Part):
 
 
 class WalkPoint(_Part):
+    """`departure` is None where a value is not finite."""
+
     name: str
     label: str
-    departure: float
+    departure: float | None
     row: int
+
+    @property
+    def size(self) -> float:
+        """The departure as a number: without bound where a value is not finite."""
+        return math.inf if self.departure is None else self.departure
 
 
 class WalkResult(_Part):
@@ -86,8 +94,13 @@ class WalkResult(_Part):
     @classmethod
     def of(cls, walk: Walk, *, mode: WalkMode, num_tokens: int) -> Self:
         points = [
-            WalkPoint(name=p.name, label=p.label, departure=p.departure, row=p.row)
-            for p in walk.points
+            WalkPoint(
+                name=point.name,
+                label=point.label,
+                departure=point.departure if math.isfinite(point.departure) else None,
+                row=point.row,
+            )
+            for point in walk.points
         ]
         return cls(
             mode=mode,
@@ -101,7 +114,9 @@ class WalkResult(_Part):
 
 
 class OfflineResult(_Part):
-    """`ours[i]` and `theirs[i]` are log p of `sequences[i][first[i]:]`."""
+    """`ours[i]` and `theirs[i]` are log p of `sequences[i][first[i]:]`; they may be NaN."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     sequences: list[list[int]]
     first: list[int]

@@ -1,0 +1,187 @@
+"""Two imitated services over an in-memory transport: what a round asks, accepts and refuses."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from services.evaluator.parity.live import LivePlan, ParityFailed, run_live
+from shared.errors import DeadlineExceeded
+from shared.http import HttpClient
+from shared.messages import SamplingParams
+
+ROLLOUT, TRAINER = "http://rollout", "http://trainer"
+RESPONSE = [7, 8, 9]
+Handler = Callable[[str, dict[str, Any]], tuple[int, Any]]
+
+
+class Services:
+    """Answers as both services do; log p of token t is -t / 100, of the trainer a bit less."""
+
+    def __init__(self) -> None:
+        self.sampler_version: int | None = 3
+        self.trainer_version = 3
+        self.shift = 0.5
+        self.asked: list[tuple[str, str, dict[str, Any]]] = []
+        self.changes: dict[tuple[str, str], Handler] = {}
+
+    def client(self) -> HttpClient:
+        return HttpClient(attempts=1, transport=httpx.MockTransport(self._answer))
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else {}
+        key = (request.url.host, request.url.path)
+        self.asked.append((*key, body))
+        handler = self.changes.get(key, self._usual)
+        status, answer = handler(request.url.host, body | {"path": request.url.path})
+        return httpx.Response(status, json=answer)
+
+    def _usual(self, host: str, body: dict[str, Any]) -> tuple[int, Any]:
+        held = self.sampler_version if host == "rollout" else self.trainer_version
+        if body["path"] == "/v1/info":
+            return 200, {"policy_version": held}
+        if body.get("policy_version") != held:
+            return 409, {"detail": f"version {held} is held"}
+        if body["path"] == "/v1/generate":
+            samples = [self.completion() for _ in range(body["num_samples"])]
+            return 200, {"policy_version": held, "results": [samples] * len(body["prompts"])}
+        shift = self.shift if host == "trainer" else 0.0
+        logprobs = [[-t / 100 - shift for t in tokens[1:]] for tokens in body["sequences"]]
+        return 200, {"policy_version": held, "logprobs": logprobs}
+
+    def completion(self, **changes: Any) -> dict[str, Any]:
+        usual = {
+            "token_ids": RESPONSE,
+            "logprobs": [-t / 100 for t in RESPONSE],
+            "text": "x",
+            "finish_reason": "stop",
+            "version_spans": [{"policy_version": self.sampler_version, "num_tokens": 3}],
+        }
+        return usual | changes
+
+
+def plan(**changes: Any) -> LivePlan:
+    usual: dict[str, Any] = {
+        "rollout_url": ROLLOUT,
+        "trainer_url": TRAINER,
+        "prompts": [[1, 2], [3, 4, 5]],
+        "num_samples": 2,
+        "sampling": SamplingParams(max_response_tokens=3, temperature=0.8),
+        "within_s": 1.0,
+    }
+    return LivePlan(**(usual | changes))
+
+
+async def test_response_tokens_of_one_version_are_compared() -> None:
+    services = Services()
+    async with services.client() as http:
+        run = await run_live(http, plan())
+    assert [s.token_ids for s in run.sequences] == [(1, 2, 7, 8, 9)] * 2 + [(3, 4, 5, 7, 8, 9)] * 2
+    assert [s.first for s in run.sequences] == [2, 2, 3, 3]
+    assert run.sequences[0].ours.tolist() == [-0.07, -0.08, -0.09]
+    assert run.sequences[3].theirs == pytest.approx([-0.57, -0.58, -0.59])
+    assert run.decoding[0].theirs.tolist() == [-0.07, -0.08, -0.09]
+    assert (run.policy_version, run.temperature, run.sampled_by_ours) == (3, 0.8, True)
+    scored = [body for host, path, body in services.asked if path == "/v1/score"]
+    assert all((b["temperature"], b["policy_version"]) == (0.8, 3) for b in scored)
+
+
+async def test_given_sequences_are_scored_as_they_are() -> None:
+    services = Services()
+    async with services.client() as http:
+        run = await run_live(http, plan(prompts=(), sequences=[[5, 6, 7]]))
+    assert not run.sampled_by_ours
+    assert run.decoding == ()
+    assert run.sequences[0].first == 1
+    assert run.sequences[0].ours.tolist() == [-0.06, -0.07]
+    assert not any(path == "/v1/generate" for _, path, _ in services.asked)
+
+
+async def test_trainer_that_moved_on_is_followed() -> None:
+    services = Services()
+    services.trainer_version = 4
+
+    def catch_up(host: str, body: dict[str, Any]) -> tuple[int, Any]:
+        services.changes.clear()
+        services.sampler_version = 4
+        return 409, {"detail": "version 4 is held"}
+
+    services.changes["trainer", "/v1/score"] = catch_up
+    async with services.client() as http:
+        assert (await run_live(http, plan())).policy_version == 4
+
+
+async def test_samples_of_two_versions_are_not_used() -> None:
+    services = Services()
+
+    def mixed(host: str, body: dict[str, Any]) -> tuple[int, Any]:
+        services.changes.clear()
+        spans = [
+            {"policy_version": 3, "num_tokens": 1},
+            {"policy_version": 4, "num_tokens": 2},
+        ]
+        samples = [services.completion(version_spans=spans)] * body["num_samples"]
+        return 200, {"policy_version": 3, "results": [samples] * 2}
+
+    services.changes["rollout", "/v1/generate"] = mixed
+    async with services.client() as http:
+        run = await run_live(http, plan())
+    assert sum(path == "/v1/generate" for _, path, _ in services.asked) == 2
+    assert run.policy_version == 3
+
+
+async def test_deadline_names_what_was_in_the_way() -> None:
+    services = Services()
+    services.trainer_version = 9
+    async with services.client() as http:
+        with pytest.raises(DeadlineExceeded, match=r"the trainer: .*version 9 is held"):
+            await run_live(http, plan(within_s=0.3))
+    services.sampler_version = None
+    async with services.client() as http:
+        with pytest.raises(DeadlineExceeded, match="the sampler has no weights yet"):
+            await run_live(http, plan(within_s=0.3))
+
+
+async def test_null_is_not_finite_and_empty_completions_are_left_out() -> None:
+    services = Services()
+
+    def odd(host: str, body: dict[str, Any]) -> tuple[int, Any]:
+        empty = services.completion(token_ids=[], logprobs=[], version_spans=[])
+        hole = services.completion(logprobs=[-0.07, None, -0.09])
+        return 200, {"policy_version": 3, "results": [[empty, hole]] * 2}
+
+    services.changes["rollout", "/v1/generate"] = odd
+    async with services.client() as http:
+        run = await run_live(http, plan())
+    assert len(run.sequences) == 2
+    assert [str(v) for v in run.sequences[0].ours] == ["-0.07", "nan", "-0.09"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((422, {"detail": "token 900 is unknown"}), "the trainer refuses.*token 900"),
+        ((200, {"policy_version": 3, "logprobs": [[0.0]] * 4}), "do not fit the sequences"),
+        ((200, {"version": 3}), "cannot be read"),
+    ],
+)
+async def test_what_cannot_become_right_fails_at_once(
+    answer: tuple[int, Any], message: str
+) -> None:
+    services = Services()
+    services.changes["trainer", "/v1/score"] = lambda host, body: answer
+    async with services.client() as http:
+        with pytest.raises(ParityFailed, match=message):
+            await run_live(http, plan(within_s=30.0))
+
+
+async def test_nothing_sampled_is_said() -> None:
+    services = Services()
+    nothing = services.completion(token_ids=[], logprobs=[], version_spans=[])
+    answer = {"policy_version": 3, "results": [[nothing] * 2] * 2}
+    services.changes["rollout", "/v1/generate"] = lambda host, body: (200, answer)
+    async with services.client() as http:
+        with pytest.raises(ParityFailed, match="every completion is empty"):
+            await run_live(http, plan())
