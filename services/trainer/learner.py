@@ -7,8 +7,10 @@ as it was (`Rejected`, ValueError, WeightsCorrupt) is the answer; any other ends
 """
 
 import argparse
+import logging
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +40,15 @@ def main() -> None:
         parser.error(f"give --channel or set {ADDRESS_VARIABLE}")
     rank = int(os.environ.get("RANK", "0"))
     configure_logging("trainer", replica=f"rank{rank}")
+    _quieten_megatron()
     channel = SyncChannel.connect(address) if rank == 0 else None
     run(channel)
+
+
+def _quieten_megatron() -> None:
+    """It warns of accelerator libraries that a CPU cannot have, and of its own defaults."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def run(channel: SyncChannel | None) -> None:

@@ -60,6 +60,8 @@ class Operations:
         torch.set_flush_denormal(True)
         torch.manual_seed(job.seed)
         parallel.initialise(seed=job.seed)
+        if parallel.num_ranks() > 1:
+            raise ValueError(f"{parallel.num_ranks()} ranks, but batches are not yet shared out")
         self._job_id = payload["job_id"]
         self._actor = Actor(job, progress=self._progress)
         self._policy = _export_policy(self._actor)

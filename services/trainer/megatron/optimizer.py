@@ -91,6 +91,7 @@ def _prepare(inner: torch.optim.AdamW) -> None:
     exists; and one pass over memory per step on a CPU, which Megatron does not ask for."""
     for group in inner.param_groups:
         group["fused"] = cpu.needed()
+        group["weight_decay"] *= group["wd_mult"]  # else left to Megatron's own scheduler
         for parameter in group["params"]:
             inner.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32),
@@ -115,6 +116,7 @@ def set_learning_rate(optimizer: MegatronOptimizer, settings: OptimizerSection, 
 
 
 def gradients_are_finite(wrapped: DistributedDataParallel) -> bool:
-    """Whether every gradient of this rank is a number; one pass over the flat buffers."""
+    """Whether this rank's gradients, and the norm that clipping divides by, are numbers."""
     buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
-    return all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers)
+    norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
+    return bool(torch.isfinite(torch.stack(norms).square().sum()))

@@ -39,6 +39,10 @@ def initialise(*, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
+def num_ranks() -> int:
+    return dist.get_world_size()
+
+
 def leave() -> None:
     """Destroy the groups, so that a process may end (or a test start over) without complaint."""
     if parallel_state.model_parallel_is_initialized():

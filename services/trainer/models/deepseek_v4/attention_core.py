@@ -77,14 +77,15 @@ class _Attend(torch.autograd.Function):
         for chunk in _chunks(q, kv, entries, selected, ctx.reach):
             weights = chunk.weights(sink)
             grad = wide(grad_out[:, chunk.queries]).flatten(1, 2)
-            along = row_dots(grad, wide(out[:, chunk.queries]).flatten(1, 2))
-            grad_scores = torch.bmm(grad, chunk.keys.transpose(1, 2)).sub_(along.unsqueeze(-1))
+            along = row_dots(grad, wide(out[:, chunk.queries]).flatten(1, 2)).unsqueeze(-1)
+            grad_scores = torch.baddbmm(along, grad, chunk.keys.transpose(1, 2), beta=-1)
             grad_scores.mul_(weights)
             grad_sink += grad_scores[..., -1].view(-1, sink.size(0)).sum(0)
-            grad_scores.mul_(chunk.scale)
-            grad_q[:, chunk.queries] = torch.bmm(grad_scores, chunk.keys).view_as(chunk.q)
-            grad_keys = torch.bmm(grad_scores.transpose(1, 2), chunk.q.flatten(1, 2))
-            grad_keys.baddbmm_(weights.transpose(1, 2), grad)
+            mixed = torch.bmm(grad_scores, chunk.keys).mul_(chunk.scale)
+            grad_q[:, chunk.queries] = mixed.view_as(chunk.q)
+            grad_keys = torch.bmm(weights.transpose(1, 2), grad)
+            queries = chunk.q.flatten(1, 2)
+            grad_keys.baddbmm_(grad_scores.transpose(1, 2), queries, alpha=chunk.scale)
             grad_kv[:, chunk.tokens] += grad_keys[:, : chunk.num_tokens]
             if grad_entries is not None:
                 grad_entries[:, : chunk.num_entries] += grad_keys[:, chunk.num_tokens : -1]
@@ -111,9 +112,11 @@ class _Chunk:
 
     def weights(self, sink: Tensor) -> Tensor:
         """Softmax over the keys and the sink, `[B, c · H, n]` FP32."""
-        scores = torch.bmm(self.q.flatten(1, 2), self.keys.transpose(1, 2)).mul_(self.scale)
-        by_head = scores.view(*self.q.shape[:-1], -1).add_(self.bias.unsqueeze(-2))
-        by_head[..., -1].add_(wide(sink))
+        bias = self.bias.unsqueeze(-2).repeat(*[1] * (self.bias.dim() - 1), len(sink), 1)
+        bias[..., -1] = wide(sink)
+        scores = torch.baddbmm(
+            bias.flatten(-3, -2), self.q.flatten(1, 2), self.keys.transpose(1, 2), alpha=self.scale
+        )
         return torch.softmax(scores, -1)
 
 

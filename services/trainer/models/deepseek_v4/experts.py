@@ -12,12 +12,10 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from services.trainer.models.deepseek_v4.layers import (
     ClampedSwiGLU,
-    clamp_gate,
-    clamp_up,
+    clamped_swiglu,
     new_parameter,
     row_dots,
     swiglu_backward,
@@ -134,7 +132,8 @@ class _GroupedSwiGLU(torch.autograd.Function):
     """Every expert's clamped SwiGLU on its own rows, which are sorted; `counts` says how many.
 
     The routing weight multiplies the hidden vector before w2, as in the official code. Keeps the
-    rows and the gate/up products; hidden vectors are recomputed backward.
+    rows and the gate/up products; hidden vectors are recomputed backward. One expert at a time, so
+    that its rows stay in the cache between the products.
     """
 
     @staticmethod
@@ -147,44 +146,36 @@ class _GroupedSwiGLU(torch.autograd.Function):
         counts: list[int],
         limit: float,
     ) -> Tensor:
-        gate_up = rows_MD.new_empty(rows_MD.size(0), 2 * w13.size(2))
+        gate_MI = rows_MD.new_empty(rows_MD.size(0), w2.size(2))
+        up_MI, out_MD = torch.empty_like(gate_MI), torch.empty_like(rows_MD)
         for expert, rows in _spans(counts):
-            torch.mm(rows_MD[rows], w13[expert].flatten(0, 1).t(), out=gate_up[rows])
-        hidden = _hidden(gate_up, limit).mul_(weights_M.unsqueeze(-1)).to(rows_MD.dtype)
-        out = torch.empty_like(rows_MD)
-        for expert, rows in _spans(counts):
-            torch.mm(hidden[rows], w2[expert].t(), out=out[rows])
-        ctx.save_for_backward(rows_MD, w13, w2, weights_M, gate_up)
+            x, gate, up = rows_MD[rows], gate_MI[rows], up_MI[rows]
+            torch.mm(x, w13[expert, 0].t(), out=gate)
+            torch.mm(x, w13[expert, 1].t(), out=up)
+            hidden = clamped_swiglu(gate, up, limit).mul_(weights_M[rows].unsqueeze(-1))
+            torch.mm(hidden.to(x.dtype), w2[expert].t(), out=out_MD[rows])
+        ctx.save_for_backward(rows_MD, w13, w2, weights_M, gate_MI, up_MI)
         ctx.counts, ctx.limit = counts, limit
-        return out
+        return out_MD
 
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_MD, w13, w2, weights_M, gate_up = ctx.saved_tensors
-        unweighted = _hidden(gate_up, ctx.limit)
-        hidden = (unweighted * weights_M.unsqueeze(-1)).to(rows_MD.dtype)
-        grad_hidden = torch.empty_like(hidden)
-        grad_w2 = torch.zeros_like(w2)
+        rows_MD, w13, w2, weights_M, gate_MI, up_MI = ctx.saved_tensors
+        grad_rows, grad_weights = torch.empty_like(rows_MD), torch.empty_like(weights_M)
+        grad_w13, grad_w2 = torch.zeros_like(w13), torch.zeros_like(w2)
         for expert, rows in _spans(ctx.counts):
-            torch.mm(grad_MD[rows], w2[expert], out=grad_hidden[rows])
-            torch.mm(grad_MD[rows].t(), hidden[rows], out=grad_w2[expert])
-        gate, up = gate_up.chunk(2, -1)
-        grad_weights = row_dots(wide(grad_hidden), unweighted)
-        grad_unweighted = wide(grad_hidden).mul_(weights_M.unsqueeze(-1))
-        grads = swiglu_backward(grad_unweighted, gate, up, ctx.limit)
-        grad_gate_up = torch.cat(grads, -1).to(gate_up.dtype)
-        grad_rows = torch.empty_like(rows_MD)
-        grad_w13 = torch.zeros_like(w13)
-        for expert, rows in _spans(ctx.counts):
-            torch.mm(grad_gate_up[rows], w13[expert].flatten(0, 1), out=grad_rows[rows])
-            torch.mm(grad_gate_up[rows].t(), rows_MD[rows], out=grad_w13[expert].flatten(0, 1))
+            x, grad, gate, up = rows_MD[rows], grad_MD[rows], gate_MI[rows], up_MI[rows]
+            weight = weights_M[rows].unsqueeze(-1)
+            hidden = clamped_swiglu(gate, up, ctx.limit)
+            grad_hidden = wide(torch.mm(grad, w2[expert]))
+            grad_weights[rows] = row_dots(grad_hidden, hidden)
+            torch.mm(grad.t(), hidden.mul_(weight).to(x.dtype), out=grad_w2[expert])
+            grads = swiglu_backward(grad_hidden.mul_(weight), gate, up, ctx.limit)
+            for part, grad_part in enumerate(grads):
+                grad_part = grad_part.to(x.dtype)
+                torch.mm(grad_part.t(), x, out=grad_w13[expert, part])
+                grad_rows[rows].addmm_(grad_part, w13[expert, part], beta=float(part))
         return grad_rows, grad_w13, grad_w2, grad_weights, None, None
-
-
-def _hidden(gate_up: Tensor, limit: float) -> Tensor:
-    """FP32 `[M, I]`, before the routing weight."""
-    gate, up = gate_up.chunk(2, -1)
-    return silu(clamp_gate(gate, limit)).mul_(clamp_up(up, limit))
 
 
 def _spans(counts: list[int]) -> list[tuple[int, slice]]:

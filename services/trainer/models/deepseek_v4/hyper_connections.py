@@ -86,7 +86,7 @@ class _StreamCoefficients(torch.autograd.Function):
         grad_raw = grad_CT * scale_T
         # d rsqrt(mean v² + eps) / dv = -scale³ · v / size, and m already carries one scale.
         along_T = (grad_CT * m_CT).sum(0).mul_(scale_T.square()).div_(-v.size(1))
-        grad_v = torch.addcmul(torch.mm(grad_raw.t(), wide(fn)), v, along_T.unsqueeze(1))
+        grad_v = torch.mm(grad_raw.t(), wide(fn)).addcmul_(v, along_T.unsqueeze(1))
         return grad_v.view_as(h_TND).to(h_TND.dtype), torch.mm(grad_raw, v).to(fn.dtype), None
 
 

@@ -133,7 +133,7 @@ class ClampedSwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.limit = limit
-        return silu(clamp_gate(gate, limit)).mul_(clamp_up(up, limit)).to(gate.dtype)
+        return clamped_swiglu(gate, up, limit).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,22 +142,19 @@ class ClampedSwiGLU(torch.autograd.Function):
         return grad_gate.to(gate.dtype), grad_up.to(up.dtype), None
 
 
-def clamp_gate(gate: Tensor, limit: float) -> Tensor:
-    """The gate is bounded from above only."""
-    return wide(gate).clamp(max=limit) if limit > 0 else wide(gate)
-
-
-def clamp_up(up: Tensor, limit: float) -> Tensor:
-    return wide(up).clamp(-limit, limit) if limit > 0 else wide(up)
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """The forward formula, FP32; always a new tensor. The gate is bounded from above only."""
+    if limit <= 0:
+        return silu(wide(gate)) * wide(up)
+    return silu(wide(gate).clamp(max=limit)).mul_(wide(up).clamp(-limit, limit))
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """FP32 gradients of gate and up, zero where a clamp binds."""
-    g, u = clamp_gate(gate, limit), clamp_up(up, limit)
-    grad_gate = torch.ops.aten.silu_backward(grad * u, g)
-    grad_up = silu(g).mul_(grad)
-    if limit > 0:
-        bind = torch.ops.aten.hardtanh_backward
-        grad_gate = bind(grad_gate, wide(gate), float("-inf"), limit)
-        grad_up = bind(grad_up, wide(up), -limit, limit)
-    return grad_gate, grad_up
+    gate, up = wide(gate), wide(up)
+    if limit <= 0:
+        return torch.ops.aten.silu_backward(grad * up, gate), silu(gate).mul_(grad)
+    bounded = gate.clamp(max=limit)
+    grad_up = torch.ops.aten.hardtanh_backward(silu(bounded).mul_(grad), up, -limit, limit)
+    grad_gate = torch.ops.aten.silu_backward(up.clamp(-limit, limit).mul_(grad), bounded)
+    return torch.ops.aten.hardtanh_backward(grad_gate, gate, float("-inf"), limit), grad_up

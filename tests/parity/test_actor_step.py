@@ -1,0 +1,248 @@
+"""One whole training step of the Megatron actor against a plain PyTorch twin on the reference."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from services.trainer import checkpoint
+from services.trainer.engine.actor import Actor
+from services.trainer.megatron import parallel
+from services.trainer.models.deepseek_v4.weights import release_tensors
+from shared.errors import Rejected
+from shared.job import Job
+from shared.messages import TrainingBatch, TrainingSample
+from shared.models.deepseek_v4.checkpoint import write_release
+from shared.models.deepseek_v4.reference import Reference
+from tests.tiny_deepseek_v4 import DEMO, random_weights
+
+Weights = dict[str, Tensor]
+
+# What torch says of the way Megatron calls it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.distributed:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The argument order of load:UserWarning"),
+]
+
+FROZEN = (".indexer.", ".gate.")
+LEARNING_RATE, DECAY, BETAS, CLIP = 1e-3, 0.1, (0.9, 0.98), 0.05
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _world_of_one() -> Iterator[None]:
+    torch.set_num_threads(1)
+    parallel.initialise(seed=1)
+    yield
+    parallel.leave()
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy") / "release"
+    write_release(path, replace(DEMO, swiglu_limit=10.0).with_format("fp32"), weights())
+    return path
+
+
+def weights() -> Weights:
+    return random_weights(DEMO, seed=3, spread=0.5)
+
+
+def job(release: Path, *, budget: int = 256, algorithm: Any = None, actor: Any = None) -> Job:
+    optimizer = {
+        "learning_rate": LEARNING_RATE,
+        "weight_decay": DECAY,
+        "beta1": BETAS[0],
+        "beta2": BETAS[1],
+        "clip_grad": CLIP,
+    }
+    return Job.model_validate(
+        {
+            "name": "test",
+            "steps": 3,
+            "model": {"rollout_checkpoint": str(release)},
+            "data": {"path": "unused.jsonl"},
+            "sampling": {"context_length": 64, "max_response_tokens": 24},
+            "algorithm": algorithm or {},
+            "actor": {
+                "dtype": "float32",
+                "max_tokens_per_gpu": budget,
+                "optimizer": optimizer,
+                **(actor or {}),
+            },
+        }
+    )
+
+
+def batch(step: int = 1) -> TrainingBatch:
+    rng = np.random.default_rng(step)
+    samples = []
+    for index in range(8):
+        prompt, response = int(rng.integers(4, 12)), int(rng.integers(1, 24))
+        logprobs = -5.5 + rng.normal(size=response).astype(np.float32)
+        if index == 3:
+            logprobs[0] = np.nan
+        samples.append(
+            TrainingSample(
+                rollout_id=f"g{index // 4}.{index % 4}",
+                group_id=f"g{index // 4}",
+                token_ids=rng.integers(0, DEMO.vocab_size, prompt + response),
+                num_prompt_tokens=prompt,
+                sampler_logprobs=logprobs,
+                advantage=float(rng.normal()),
+                reward=1.0,
+                oldest_version=step - 1,
+            )
+        )
+    return TrainingBatch(
+        job_id="test",
+        step=step,
+        policy_version=step - 1,
+        temperature=0.8,
+        samples=samples,
+        group_ids=["g0", "g1"],
+    )
+
+
+def held(actor: Actor) -> Weights:
+    return {name: tensor.clone() for name, tensor in release_tensors(actor.model)}
+
+
+def twin_step(aggregation: str) -> tuple[Weights, float, float]:
+    """Sequence by sequence on the reference, torch's clipping and AdamW: weights, loss, norm."""
+    leaves = weights()
+    trained = [name for name in leaves if not any(part in name for part in FROZEN)]
+    for name in trained:
+        leaves[name].requires_grad_()
+    losses, counts = [], []
+    for sample in batch().samples:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        arch = replace(DEMO, swiglu_limit=10.0)
+        logits = Reference(leaves, arch).forward(ids[None]).logits[0, :-1] / 0.8
+        logprobs = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        new = logprobs[sample.num_prompt_tokens - 1 :]
+        sampler = torch.tensor(sample.sampler_logprobs)
+        usable = sampler.isfinite()
+        weight = (new.detach() - sampler).exp().clamp(max=2.0).where(usable, 0)
+        ratio = (new - new.detach()).exp()
+        losses.append((-ratio * sample.advantage * weight).where(usable, 0).sum())
+        counts.append(int(usable.sum()))
+    if aggregation == "token_mean":
+        loss = torch.stack(losses).sum() / sum(counts)
+    else:
+        loss = sum(one / count for one, count in zip(losses, counts, strict=True)) / len(losses)  # type: ignore[assignment]
+    loss.backward()
+    for name in trained:  # an expert without tokens decays like any other
+        leaves[name].grad = (
+            torch.zeros_like(leaves[name]) if leaves[name].grad is None else leaves[name].grad
+        )
+    norm = torch.nn.utils.clip_grad_norm_([leaves[name] for name in trained], CLIP)
+    vectors = [leaves[name] for name in trained if leaves[name].dim() == 1]
+    matrices = [leaves[name] for name in trained if leaves[name].dim() > 1]
+    torch.optim.AdamW(
+        [
+            {"params": vectors, "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": DECAY},
+        ],
+        lr=LEARNING_RATE,
+        betas=BETAS,
+    ).step()
+    return {name: leaf.detach() for name, leaf in leaves.items()}, loss.item(), norm.item()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_a_step_equals_its_plain_twin(release: Path, aggregation: str) -> None:
+    actor = Actor(job(release, algorithm={"aggregation": aggregation}))
+    before = held(actor)
+    metrics = actor.train_step(batch())
+    expected, loss, norm = twin_step(aggregation)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["bad_logprobs"] == 1
+    for name, tensor in held(actor).items():
+        if any(part in name for part in FROZEN):
+            assert torch.equal(tensor, before[name]), name
+            continue
+        moved = (expected[name] - before[name]).norm()
+        # Adam's first step is the sign of the gradient, so a rounding near zero can turn one value.
+        assert (tensor - expected[name]).norm() <= 0.02 * moved, name
+
+
+def test_micro_batches_do_not_change_the_step(release: Path) -> None:
+    whole, pieces = Actor(job(release, budget=2048)), Actor(job(release, budget=64))
+    one, many = whole.train_step(batch()), pieces.train_step(batch())
+    assert (one["micro_batches"], many["micro_batches"]) == (1, 4)
+    for name in ("loss", "grad_norm", "entropy", "delta_logprob_mean", "tis_weight_mean"):
+        assert many[name] == pytest.approx(one[name], rel=1e-4), name
+
+
+def test_equal_starts_and_batches_give_equal_bits(release: Path) -> None:
+    actors = [Actor(job(release)) for _ in range(2)]
+    for step in (1, 2):
+        results = [actor.train_step(batch(step)) for actor in actors]
+    assert results[0]["loss"] == results[1]["loss"]
+    one, other = (held(actor) for actor in actors)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_metrics_by_hand_on_policy(release: Path) -> None:
+    """Sampler log-probabilities that are the actor's own: no drift, all TIS weights 1."""
+    actor = Actor(job(release))
+    drawn = batch()
+    rows = actor.score([s.token_ids for s in drawn.samples], temperature=drawn.temperature)
+    samples = [
+        sample.model_copy(update={"sampler_logprobs": row[sample.num_prompt_tokens - 1 :]})
+        for sample, row in zip(drawn.samples, rows, strict=True)
+    ]
+    metrics = actor.train_step(drawn.model_copy(update={"samples": samples}))
+    assert metrics["delta_logprob_max"] < 1e-5
+    assert metrics["tis_weight_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["clip_share"] == metrics["tis_truncated_share"] == 0.0
+    assert 0 < metrics["entropy"] <= math.log(DEMO.vocab_size)
+
+
+def test_learning_rate_warms_up(release: Path) -> None:
+    settings = {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 4}}
+    actor = Actor(job(release, actor=settings))
+    rates = [actor.train_step(batch(step))["learning_rate"] for step in (1, 2)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3])
+
+
+def test_actor_starts_from_a_megatron_checkpoint(release: Path, tmp_path: Path) -> None:
+    first = Actor(job(release))
+    first.train_step(batch())
+    progress = {"step": 1, "policy_version": 1}
+    checkpoint.save(
+        tmp_path / "step1", model=first.model, optimizer=first.optimizer, progress=progress
+    )
+    model = {"rollout_checkpoint": str(release), "actor_checkpoint": str(tmp_path / "step1")}
+    second = Actor(Job.model_validate(job(release).model_dump() | {"model": model}))
+    one, other = held(first), held(second)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert second.step == 0
+
+
+def test_a_trained_router_moves_when_asked(release: Path) -> None:
+    actor = Actor(job(release, actor={"freeze_router": False}))
+    before = held(actor)
+    actor.train_step(batch())
+    after = held(actor)
+    assert not torch.equal(after["layers.2.ffn.gate.weight"], before["layers.2.ffn.gate.weight"])
+    assert torch.equal(after["layers.2.ffn.gate.bias"], before["layers.2.ffn.gate.bias"])
+
+
+def test_a_refused_step_can_be_followed_by_a_good_one(release: Path) -> None:
+    actor, untouched = Actor(job(release)), Actor(job(release))
+    poison = [s.model_copy(update={"advantage": 3e38}) for s in batch().samples]
+    with pytest.raises(Rejected, match="the weights are unchanged"):
+        actor.train_step(batch().model_copy(update={"samples": poison}))
+    actor.train_step(batch())
+    untouched.train_step(batch())
+    one, other = held(actor), held(untouched)
+    assert all(torch.equal(one[name], other[name]) for name in one)
