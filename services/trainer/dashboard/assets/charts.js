@@ -144,7 +144,10 @@ function options(chart, colours, box) {
       { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 45 },
       { ...axis, size: 46, values: (_, ticks) => ticks.map(formatted) },
     ],
-    cursor: { sync: { key: "steps", setSeries: false }, points: { size: 6 } },
+    cursor: {
+      sync: { key: "steps", setSeries: false },
+      points: { size: (plot, column) => (plot.series[column].class === "bound" ? 0 : 6) },
+    },
     legend: { live: true },
   };
 }

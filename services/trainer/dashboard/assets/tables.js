@@ -86,9 +86,14 @@ export function events(run) {
   return table([], rows);
 }
 
+const FIRST = ["step", "policy_version", "server", "replica", "state", "error", "reward_raw", "delta_logprob_mean", "step_seconds", "pause_s"];
+
+// The fields that tell most, then whichever come first.
 function shortFields(fields) {
   const shown = [];
-  for (const [name, value] of Object.entries(fields)) {
+  const names = [...FIRST.filter((name) => name in fields), ...Object.keys(fields).filter((name) => !FIRST.includes(name))];
+  for (const name of names) {
+    const value = fields[name];
     if (typeof value === "number") shown.push(`${words(name)} ${number(value)}`);
     else if (typeof value === "string" && value.length < 200) shown.push(`${words(name)} ${value}`);
     if (shown.length === 5) break;
