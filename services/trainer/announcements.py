@@ -1,5 +1,8 @@
 """What every service must be able to find at the broker: which job is on."""
 
+from collections.abc import Sequence
+from typing import cast
+
 from redis.asyncio import Redis
 
 from shared import topology
@@ -21,6 +24,15 @@ async def announce_active(redis: Redis, *, job_id: str, job: Job, trainer_url: s
 async def announce_finished(redis: Redis, *, job_id: str, job: Job, trainer_url: str) -> None:
     """The job asks for nothing any more."""
     await _announce(redis, job_id, job, trainer_url, active=False)
+
+
+async def retire_others(redis: Redis, running: Sequence[str]) -> None:
+    """End the announced job if it is none of ours: services would wait for it in vain."""
+    body = cast(bytes | None, await redis.get(topology.JOB_CURRENT))
+    known = None if body is None else JobAnnounced.unpack(body)
+    if known is not None and known.state == "active" and known.job_id not in running:
+        ended = known.model_copy(update={"state": "finished"}).pack()
+        await announce(redis, topology.JOB_CHANGES, ended, current_key=topology.JOB_CURRENT)
 
 
 async def let_expire(redis: Redis, job_id: str) -> None:

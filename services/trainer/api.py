@@ -20,6 +20,7 @@ from services.trainer.jobs.submission import (
     check_files,
     read_document,
 )
+from services.trainer.ranks import RanksLost
 from services.trainer.report.events import overview
 from services.trainer.sse import event_stream
 from shared.registry import Replica, live_replicas
@@ -97,8 +98,9 @@ class _State:
         except LookupError as err:
             raise HTTPException(404, str(err)) from err
 
-    def status(self, job: StoredJob) -> JobStatus:
-        return JobStatus.model_validate(job_status(job, self.runner.run_dir(job.job_id)))
+    async def status(self, job: StoredJob) -> JobStatus:
+        run_dir = self.runner.run_dir(job.job_id)
+        return JobStatus.model_validate(await asyncio.to_thread(job_status, job, run_dir))
 
 
 State = Annotated[_State, Depends()]
@@ -147,28 +149,28 @@ async def submit(
 @router.get("/jobs")
 async def list_jobs(state: State) -> JobList:
     """Every job, newest last."""
-    return JobList(jobs=[state.status(job) for job in state.store.all()])
+    return JobList(jobs=[await state.status(job) for job in state.store.all()])
 
 
 @router.get("/jobs/{job_id}", responses=NOT_FOUND)
 async def show_job(state: State, job_id: str) -> JobStatus:
-    return state.status(state.job(job_id))
+    return await state.status(state.job(job_id))
 
 
 @router.post("/jobs/{job_id}/cancel", responses=CONFLICT)
 async def cancel(state: State, job_id: str) -> JobStatus:
-    return _asked(state, job_id, "cancel")
+    return await _asked(state, job_id, "cancel")
 
 
 @router.post("/jobs/{job_id}/pause", responses=CONFLICT)
 async def pause(state: State, job_id: str) -> JobStatus:
     """The step in progress is finished first."""
-    return _asked(state, job_id, "pause")
+    return await _asked(state, job_id, "pause")
 
 
 @router.post("/jobs/{job_id}/resume", responses=CONFLICT)
 async def resume(state: State, job_id: str) -> JobStatus:
-    return _asked(state, job_id, "resume")
+    return await _asked(state, job_id, "resume")
 
 
 @router.get("/jobs/{job_id}/events", responses=NOT_FOUND)
@@ -230,6 +232,7 @@ async def servers(state: State) -> ServerList:
     dependencies=[at_most(MAX_SCORE_BYTES)],
     responses={
         409: {"description": "no job is active, or it holds another version"},
+        503: {"description": "the ranks cannot be kept alive, or the job is ending"},
         504: {"description": "the ranks were busy for all of `timeout_s`"},
     },
 )
@@ -247,12 +250,14 @@ async def score(state: State, asked: ScoreRequest) -> Scores:
         raise HTTPException(409, str(err)) from err
     except ValueError as err:
         raise HTTPException(422, [Problem("sequences", None, str(err)).document()]) from err
+    except RanksLost as err:
+        raise HTTPException(503, str(err)) from err
     except TimeoutError as err:
         raise HTTPException(504, f"the ranks were busy for {asked.timeout_s:g} s") from err
     return Scores(policy_version=version, logprobs=logprobs)
 
 
-def _asked(state: _State, job_id: str, what: str) -> JobStatus:
+async def _asked(state: _State, job_id: str, what: str) -> JobStatus:
     state.job(job_id)
     try:
         if what == "resume":
@@ -262,7 +267,7 @@ def _asked(state: _State, job_id: str, what: str) -> JobStatus:
     except WrongState as err:
         raise HTTPException(409, str(err)) from err
     state.runner.look()
-    return state.status(job)
+    return await state.status(job)
 
 
 def _file(state: _State, job_id: str, name: str, media_type: str) -> FileResponse:

@@ -71,7 +71,7 @@ class Conductor:
             await end(self._eval_request)
         if ended == "paused":
             await self._save_for_later()
-        await p.keeper.stop()
+        await p.keeper.close()
         if ended is not None:
             seconds = time.time() - self._first_start_s()
             p.record.note(p.events("job_finished", state=ended, error=error, seconds=seconds))

@@ -53,6 +53,7 @@ class RankKeeper:
         self._record = record
         self._events = events
         self._ranks: RankSet | None = None
+        self._is_closed = False
         self._restarts = 0
         self._turn = asyncio.Lock()
         self.replayed: dict[int, dict[str, Any]] = {}  # what a replay answered, by step
@@ -111,10 +112,10 @@ class RankKeeper:
         if self._ranks is not None and step > newest:
             await self.save(step)
 
-    async def stop(self) -> None:
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            await ranks.stop()
+    async def close(self) -> None:
+        """End the ranks for good; whoever still waits for them is told `RanksLost`."""
+        self._is_closed = True
+        await self._drop_ranks()
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """Step and directory, oldest first; half-written ones are none."""
@@ -124,33 +125,47 @@ class RankKeeper:
     async def _insist(self, ask: Callable[[RankSet], Awaitable[T]]) -> T:
         """Ask ranks in the right state, starting new ones as often as is reasonable."""
         while True:
+            if self._is_closed:
+                raise RanksLost("the job is ending")
             try:
                 if self._ranks is None:
                     await self._start_and_replay()
                 assert self._ranks is not None
                 return await ask(self._ranks)
             except RanksLost as err:
-                await self.stop()
+                await self._drop_ranks()
                 self._restarts += 1
                 counter("trainer_rank_restarts_total", "Times that the ranks were lost.").inc()
                 log.warning("ranks_lost", error=str(err), restarts_in_a_row=self._restarts)
-                if self._restarts > MAX_RESTARTS_IN_A_ROW:
+                if self._restarts > MAX_RESTARTS_IN_A_ROW or self._is_closed:
                     raise
                 self._record.note(self._events("rank_restarted", error=str(err)))
 
+    async def _drop_ranks(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            await ranks.stop()
+
     async def _start_and_replay(self) -> None:
+        """New ranks are ours only once they are in the right state."""
         for step, path in [*reversed(self.complete_checkpoints()), (0, None)]:
             missing = self._books.redo_steps(step)  # raises before anything is started
-            self._ranks = await self._start_ranks()
-            if path is None or await self._loads(path, step):
-                await self._replay(missing)
-                return
-            await self.stop()
+            ranks = await self._start_ranks()
+            try:
+                if path is None or await self._loads(ranks, path, step):
+                    await self._replay(ranks, missing)
+                    self._ranks = ranks
+                    return
+            except StepRefused:  # of the newest batch: they are where they were before it
+                self._ranks = ranks
+                raise
+            finally:
+                if self._ranks is not ranks:
+                    await ranks.stop()
 
-    async def _loads(self, path: Path, step: int) -> bool:
-        assert self._ranks is not None
+    async def _loads(self, ranks: RankSet, path: Path, step: int) -> bool:
         try:
-            loaded = await self._ranks.load(path)
+            loaded = await ranks.load(path)
         except (RemoteError, WeightsCorrupt, Rejected, ValueError) as err:
             log.warning("checkpoint_refused", path=str(path), error=str(err))
             self._record.note(self._events("checkpoint_refused", step=step, error=str(err)))
@@ -159,12 +174,11 @@ class RankKeeper:
             raise ValueError(f"{path} holds step {loaded}")
         return True
 
-    async def _replay(self, steps: Sequence[int]) -> None:
-        assert self._ranks is not None
+    async def _replay(self, ranks: RankSet, steps: Sequence[int]) -> None:
         self.replayed = {}
         for step in steps:
             body = await asyncio.to_thread(self._books.redo_body, step)
-            self.replayed[step] = await _train(self._ranks, step, body)
+            self.replayed[step] = await _train(ranks, step, body)
         if steps:
             log.info("steps_replayed", first=steps[0], last=steps[-1])
             self._record.note(self._events("replayed", steps=list(steps)))

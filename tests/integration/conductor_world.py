@@ -360,6 +360,12 @@ class World:
         await server.start()
         return server
 
+    async def until_served(self, version: int, *, by: str = "rollout-0") -> None:
+        """Wait until a server serves that version or a later one."""
+        async with asyncio.timeout(20):
+            while (self.servers[by].version or 0) < version:  # noqa: ASYNC110  a plain attribute
+                await asyncio.sleep(0.02)
+
     async def grade_forever(self, stop: asyncio.Event) -> None:
         async def handle(body: bytes) -> None:
             group = RolloutGroup.unpack(body)

@@ -106,7 +106,7 @@ class Run:
         return [tensor.checksum for tensor in manifest.tensors]
 
     async def close(self) -> None:
-        await self.keeper.stop()
+        await self.keeper.close()
         self.record.close()
         self.books.close()
 
@@ -143,7 +143,7 @@ async def test_killed_ranks_come_back_bit_equal(run: Run) -> None:
     assert await run.checksums(3) == before
     (scores,) = await run.keeper.score([[1, 2, 3, 4]], temperature=1.0)
     assert len(scores) == 3
-    await run.keeper.stop()
+    await run.keeper.close()
     left = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
     assert not [line for line in left if "services.trainer.learner" in line]
 

@@ -320,6 +320,17 @@ async def test_scores_name_their_version(trainer: Trainer) -> None:
     assert "version 0 is held, not 3" in wrong.json()["detail"]
 
 
+async def test_job_that_nobody_runs_is_ended(
+    config: TrainerConfig, redis: Redis, tmp_path: Path
+) -> None:
+    ghost = JobAnnounced(job_id="ghost-0000", state="active", trainer_url="http://x", job={})
+    await redis.set(topology.JOB_CURRENT, ghost.pack())
+    async with running(config, tmp_path):
+        await until_key(redis, topology.JOB_CHANGES)
+        body = await redis.get(topology.JOB_CURRENT)
+    assert JobAnnounced.unpack(body).state == "finished"
+
+
 @pytest.mark.parametrize("route", ["", "/events", "/metrics", "/report", "/summary"])
 async def test_unknown_job_is_not_found(trainer: Trainer, route: str) -> None:
     assert (await trainer.http.get(f"/v1/jobs/nobody-0000{route}")).status_code == 404

@@ -15,6 +15,7 @@ from pathlib import Path
 import structlog
 from redis.asyncio import Redis
 
+from services.trainer.announcements import retire_others
 from services.trainer.assembly import Parts, assemble
 from services.trainer.conductor import Conductor, EndState, JobPaused
 from services.trainer.config import PROJECT_ROOT, TrainerConfig
@@ -62,6 +63,8 @@ class JobRunner:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run jobs until `stop`; a job in progress then stays the running one."""
+        running = [job.job_id for job in self._store.all() if job.state == "running"]
+        await retire_others(self._redis, running)
         while not stop.is_set():
             self._wake.clear()
             if (job := self._store.next_job()) is None:
