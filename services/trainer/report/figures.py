@@ -1,10 +1,9 @@
 """The report's PNGs, drawn with matplotlib's Agg canvas: no display, no global state."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,28 +21,41 @@ MANY_STEPS = 500  # from here on a curve is drawn averaged over its own faint va
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2563eb", "#d97706", "#059669", "#dc2626", "#64748b"
 _PALETTE = (_BLUE, _ORANGE, _GREEN, _RED, "#7c3aed", "#0891b2", "#be185d", "#65a30d", _GREY)
-_LOOK: dict[str, Any] = {"figsize": (8.4, 3.9), "dpi": 144, "layout": "constrained"}
+_SIZE = (8.4, 3.9)  # inches
+
+Draw = Callable[[Axes], None]
 
 
 def draw_figures(curves: Curves, evaluations: list[Evaluation], folder: Path) -> dict[str, Path]:
     """Write one PNG per subject that has data; returns name -> file."""
-    drawn: dict[str, Path] = {}
+    panels: dict[str, list[Draw]] = {}
     if len(curves):
-        drawn["reward"] = _save(folder / "reward.png", lambda axes: _reward(axes, curves))
-        drawn["delta_logprob"] = _save(
-            folder / "delta_logprob.png", lambda axes: _delta_logprob(axes, curves)
-        )
-        drawn["step_seconds"] = _save(folder / "step_seconds.png", lambda a: _phases(a, curves))
-        drawn["lag"] = _save(folder / "lag.png", lambda axes: _lag(axes, curves))
+        panels["reward"] = [lambda axes: _reward(axes, curves)]
+        panels["delta_logprob"] = [
+            lambda axes: _delta_mean(axes, curves),
+            lambda axes: _delta_p99(axes, curves),
+        ]
+        panels["step_seconds"] = [lambda axes: _phases(axes, curves)]
+        panels["lag"] = [lambda axes: _lag(axes, curves)]
     if evaluations:
-        drawn["pass_at_k"] = _save(folder / "pass_at_k.png", lambda a: _pass_at_k(a, evaluations))
-    return drawn
+        panels["pass_at_k"] = [lambda axes: _pass_at_k(axes, evaluations)]
+    return {name: _save(folder / f"{name}.png", draws) for name, draws in panels.items()}
 
 
-def _save(path: Path, draw: Callable[[Axes], None]) -> Path:
-    figure = Figure(**_LOOK)
+def _save(path: Path, draws: Sequence[Draw]) -> Path:
+    """One panel per function, below each other; a reader sees the old file or the new one."""
+    width, height = _SIZE
+    figure = Figure(figsize=(width, height * (0.6 + 0.4 * len(draws))), dpi=144)
+    figure.set_layout_engine("constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    for row, draw in enumerate(draws, start=1):
+        _panel(figure.add_subplot(len(draws), 1, row), draw)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    figure.savefig(unfinished, format="png")
+    return unfinished.replace(path)
+
+
+def _panel(axes: Axes, draw: Draw) -> None:
     axes.grid(color="#e2e8f0", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -53,12 +65,13 @@ def _save(path: Path, draw: Callable[[Axes], None]) -> Path:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     _, labels = axes.get_legend_handles_labels()
     columns = max(1, 110 // (max(map(len, labels), default=0) + 8))
-    figure.legend(
-        loc="outside upper center", ncols=min(len(labels), columns), frameon=False, fontsize=9
+    axes.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=min(len(labels), columns),
+        frameon=False,
+        fontsize=9,
     )
-    unfinished = path.with_name(f".{path.name}.tmp")
-    figure.savefig(unfinished, format="png")
-    return unfinished.replace(path)
 
 
 def _reward(axes: Axes, curves: Curves) -> None:
@@ -90,16 +103,22 @@ def _reward(axes: Axes, curves: Curves) -> None:
     axes.set(xlabel="step", ylabel="online reward")
 
 
-def _delta_logprob(axes: Axes, curves: Curves) -> None:
-    _line(axes, curves.step, curves.delta_p99, colour=_ORANGE, label="p99 of tokens")
+def _delta_mean(axes: Axes, curves: Curves) -> None:
     _line(axes, curves.step, curves.delta_mean, colour=_BLUE, label="mean of tokens")
     fit = linear_fit(curves.delta_mean, curves.step)
     if math.isfinite(fit.low):
         ends = np.array([curves.step[0], curves.step[-1]])
-        label = f"fit of the mean: {fit.slope:+.1e} a step [{fit.low:+.1e}, {fit.high:+.1e}]"
+        label = f"fit: {fit.slope:+.1e} a step [{fit.low:+.1e}, {fit.high:+.1e}]"
         axes.plot(ends, [fit.at(x) for x in ends], "--", color=_RED, linewidth=1.2, label=label)
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="step", ylabel="|Δ log p|, sampler − trainer")
+    axes.set_ylabel("mean |Δ log p|")
+
+
+def _delta_p99(axes: Axes, curves: Curves) -> None:
+    """A panel of its own: the tail is often more than ten times the mean."""
+    _line(axes, curves.step, curves.delta_p99, colour=_ORANGE, label="p99 of tokens")
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="step", ylabel="p99 |Δ log p|")
 
 
 def _line(axes: Axes, steps: Curve, values: Curve, *, colour: str, label: str) -> None:
@@ -122,7 +141,7 @@ def _phases(axes: Axes, curves: Curves) -> None:
         if height.sum() == 0:
             continue
         axes.bar(
-            curves.step[starts],
+            curves.step[starts] - 0.5,
             height,
             width=width,
             align="edge",

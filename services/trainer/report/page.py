@@ -28,7 +28,7 @@ def render_page(summary: Summary, figures: dict[str, Path]) -> str:
         _section("Online reward", sentences.reward(summary), _figure(figures, "reward")),
         _section(
             "Sampler against trainer",
-            sentences.delta_logprob(summary.delta_logprob),
+            sentences.delta_logprob(summary),
             _figure(figures, "delta_logprob"),
         ),
         _section(

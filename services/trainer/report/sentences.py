@@ -6,7 +6,7 @@ A rise or fall is claimed only when its 95 % interval excludes zero.
 import math
 
 from services.trainer.report.evaluations import Comparison
-from services.trainer.report.summary import EDGE_STEPS, DeltaLogprob, Reward, Slope, Summary
+from services.trainer.report.summary import EDGE_STEPS, Reward, Slope, Summary
 
 
 def headline(summary: Summary) -> str:
@@ -61,7 +61,8 @@ def _reward(what: str, values: Reward) -> str:
     return f"{what} {_moved(values.slope, ends)}"
 
 
-def delta_logprob(values: DeltaLogprob) -> str:
+def delta_logprob(summary: Summary) -> str:
+    values = summary.delta_logprob
     if values.slope.num_steps == 0:
         return "No step has compared sampler and trainer yet."
     level = (
@@ -69,6 +70,11 @@ def delta_logprob(values: DeltaLogprob) -> str:
         f"{number(values.mean)} on average (p99 {number(values.p99)}, at most "
         f"{number(values.max)})."
     )
+    if summary.lag_max > 0:
+        level += (
+            f" Up to {summary.lag_max:.0f} versions of training lie between the two, and what they"
+            f" changed is part of it."
+        )
     if values.slope.num_steps < 3:
         return f"{level} There are too few steps for a trend."
     return f"{level} Over the run the mean {_moved(values.slope, 'step by step')}"

@@ -35,8 +35,9 @@ function charts({ series: c, axis }) {
     {
       title: "|Δ log p|, sampler − trainer",
       series: [line("p99", c[1]), line("mean", c[0], { width: 2 })],
-      data: (run) => [run.steps.step, run.steps.delta_logprob_p99, run.steps.delta_logprob_mean],
-      fromZero: true,
+      note: "logarithmic: the tail is far above the mean",
+      data: (run) => [run.steps.step, positive(run.steps.delta_logprob_p99), positive(run.steps.delta_logprob_mean)],
+      logarithmic: true,
     },
     {
       title: "Offline pass@k",
@@ -131,9 +132,9 @@ const inner = (box) => {
 
 function options(chart, colours, box) {
   const axis = { stroke: colours.axis, grid: { stroke: colours.grid, width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-  const y = chart.range
-    ? { range: () => chart.range }
-    : { range: (_, min, max) => padded(chart.fromZero ? 0 : min, max) };
+  let y = { range: (_, min, max) => padded(chart.fromZero ? 0 : min, max) };
+  if (chart.range) y = { range: () => chart.range };
+  if (chart.logarithmic) y = { distr: 3, range: (_, min, max) => (min === null ? [0.01, 1] : [min / 1.5, max * 1.5]) };
   return {
     width: inner(box),
     height: HEIGHT,
@@ -142,7 +143,7 @@ function options(chart, colours, box) {
     bands: chart.bands,
     axes: [
       { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 45 },
-      { ...axis, size: 46, values: (_, ticks) => ticks.map(formatted) },
+      { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatted(tick))), filter: chart.logarithmic ? readable : undefined },
     ],
     cursor: {
       sync: { key: "steps", setSeries: false },
@@ -151,6 +152,10 @@ function options(chart, colours, box) {
     legend: { live: true },
   };
 }
+
+// On a logarithmic axis label 1, 2 and 5 of each decade.
+const readable = (_, ticks) => ticks.map((tick) => ([1, 2, 5].includes(Number(tick.toExponential(3).split("e")[0])) ? tick : null));
+const positive = (values) => values.map((value) => (value > 0 ? value : null));
 
 function padded(min, max) {
   if (min === null || max === null) return [0, 1];
