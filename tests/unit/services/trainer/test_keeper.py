@@ -1,0 +1,194 @@
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.entries import Draw
+from services.trainer.events import EventLog, event_maker
+from services.trainer.keeper import MAX_RESTARTS_IN_A_ROW, RankKeeper, StepRefused
+from services.trainer.ranks import RanksLost
+from shared.errors import Rejected, RemoteError
+
+
+class Ranks:
+    """Remember what they trained; die, refuse or hang where they are told to."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.trained: list[bytes] = []
+        self.stopped = False
+
+    async def load(self, path: Path) -> int:
+        saved = json.loads((path / "complete.json").read_text())
+        if saved["broken"]:
+            raise RemoteError("WeightsCorrupt", "a checksum is wrong")
+        self.trained = [b"%d" % step for step in range(1, saved["step"] + 1)]
+        return int(saved["step"])
+
+    async def train_step(self, batch: bytes) -> dict[str, Any]:
+        if self.world.hang is not None and self is not self.world.started[0]:
+            await self.world.hang.wait()
+        if batch in self.world.lose_at:
+            self.world.lose_at.remove(batch)
+            raise RanksLost("killed")
+        if batch in self.world.refuse:
+            raise Rejected("not this one")
+        self.trained.append(batch)
+        return {"loss": float(batch)}
+
+    async def export(self, policy_version: int, path: Path) -> dict[str, Any]:
+        return {}
+
+    async def save(self, step: int, path: Path) -> dict[str, Any]:
+        os.makedirs(path)  # noqa: PTH103
+        saved = {"step": step, "broken": step in self.world.broken}
+        (path / "complete.json").write_text(json.dumps(saved))
+        return {}
+
+    async def score(self, sequences: Any, temperature: float) -> list[list[float]]:
+        return []
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+class World:
+    def __init__(self, run_dir: Path, keep_checkpoints: int = 2) -> None:
+        self.lose_at: list[bytes] = []
+        self.refuse: set[bytes] = set()
+        self.broken: set[int] = set()
+        self.hang: asyncio.Event | None = None
+        self.started: list[Ranks] = []
+        self.books = Books(run_dir / BOOKS_FILE)
+        self.record = EventLog(run_dir, self.books)
+        self.keeper = RankKeeper(
+            self.start,
+            books=self.books,
+            run_dir=run_dir,
+            keep_checkpoints=keep_checkpoints,
+            record=self.record,
+            events=event_maker("j", "t"),
+        )
+
+    async def start(self) -> Ranks:
+        self.started.append(Ranks(self))
+        return self.started[-1]
+
+    def commit(self, step: int) -> None:
+        self.books.record_draws([Draw(step - 1, f"g{step}", 0)])
+        self.books.commit_batch(
+            step, body=b"%d" % step, group_ids=[f"g{step}"], policy_version=step, batch_facts={}
+        )
+
+    async def train(self, *steps: int) -> None:
+        for step in steps:
+            self.commit(step)
+            assert await self.keeper.train(step) == {"loss": float(step)}
+
+    @property
+    def names(self) -> list[str]:
+        return [body["name"] for _, body in self.books.journal(0)]
+
+
+@pytest.fixture
+def world(tmp_path: Path):
+    world = World(tmp_path)
+    yield world
+    world.record.close()
+    world.books.close()
+
+
+async def test_lost_ranks_are_replaced_and_replayed(world: World) -> None:
+    await world.keeper.restore()
+    await world.train(1, 2)
+    await world.keeper.save(2)
+    world.lose_at = [b"4"]
+    await world.train(3, 4, 5)
+    first, second = world.started
+    assert first.stopped
+    assert second.trained == [b"1", b"2", b"3", b"4", b"5"]
+    assert world.names == ["checkpoint_saved", "rank_restarted", "replayed"]
+
+
+async def test_broken_checkpoint_is_passed_over(world: World) -> None:
+    await world.keeper.restore()
+    world.broken = {4}
+    for step in range(1, 6):
+        await world.train(step)
+        if step in (2, 4):
+            await world.keeper.save(step)
+    world.lose_at = [b"6"]
+    await world.train(6)
+    assert world.started[-1].trained == [b"%d" % step for step in range(1, 7)]
+    assert world.started[-2].stopped
+    assert "checkpoint_refused" in world.names
+
+
+async def test_batches_and_checkpoints_that_nobody_needs_are_forgotten(world: World) -> None:
+    await world.keeper.restore()
+    for step in range(1, 7):
+        await world.train(step)
+        if step % 2 == 0:
+            await world.keeper.save(step)
+    assert [step for step, _ in world.keeper.complete_checkpoints()] == [4, 6]
+    assert world.books.redo_steps(4) == [5, 6]
+    await world.keeper.save_if_newer(6)
+    assert world.names.count("checkpoint_saved") == 3
+
+
+async def test_ranks_that_die_again_and_again_are_given_up(world: World) -> None:
+    await world.keeper.restore()
+    world.lose_at = [b"1"] * 10
+    with pytest.raises(RanksLost):
+        await world.train(1)
+    assert len(world.started) == MAX_RESTARTS_IN_A_ROW + 1
+    assert all(ranks.stopped for ranks in world.started)
+
+
+async def test_refused_step_leaves_the_ranks_as_they_were(world: World) -> None:
+    await world.keeper.restore()
+    await world.train(1)
+    world.refuse = {b"2"}
+    world.commit(2)
+    with pytest.raises(StepRefused, match="step 2 was refused: not this one"):
+        await world.keeper.train(2)
+    (ranks,) = world.started
+    assert not ranks.stopped
+    again = World(world.record.path.parent)  # the process died before it could undo the step
+    again.refuse = {b"2"}
+    with pytest.raises(StepRefused):
+        await again.keeper.restore()
+    again.books.refuse_step(2, reason="refused", events=[])
+    await again.keeper.restore()
+    (ranks,) = again.started
+    assert ranks.trained == [b"1"]
+    again.record.close()
+    again.books.close()
+
+
+async def test_impatient_caller_leaves_no_half_restored_ranks(world: World) -> None:
+    await world.keeper.restore()
+    await world.train(1, 2)
+    world.lose_at = [b"3"]
+    world.commit(3)
+    world.hang = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(world.keeper.train(3), 0.2)
+    assert len(world.started) == 2
+    assert world.started[-1].stopped
+    world.hang = None
+    assert await world.keeper.train(3) == {"loss": 3.0}
+    assert world.started[-1].trained == [b"1", b"2", b"3"]
+
+
+async def test_closed_keeper_starts_nothing(world: World) -> None:
+    await world.keeper.restore()
+    await world.keeper.close()
+    assert world.started[-1].stopped
+    with pytest.raises(RanksLost, match="the job is ending"):
+        await world.keeper.score([[1, 2]], temperature=1.0)
+    assert len(world.started) == 1
