@@ -44,7 +44,6 @@ class RolloutServer:
         self._held_version: int | None = None
         self._engines = contextlib.AsyncExitStack()
         self._register_now = asyncio.Event()
-        self._moved = asyncio.Condition()
 
     # ---------------------------------------------------------------- what we are
 
@@ -97,6 +96,8 @@ class RolloutServer:
             return f"the engine did not start: {self._trouble}"
         if serving is None or self._starting:
             return f"starting the engine of job {self._current.active_id}"
+        if self.paused:
+            return "paused by request"
         if serving.policy_version is None:
             return "waiting for weights"
         wanted = self._held_version if self._held_version is not None else self._announced_version
@@ -198,7 +199,7 @@ class RolloutServer:
         await self._begin_serving(announced)
 
     async def _begin_serving(self, announced: JobAnnounced) -> None:
-        self._starting, self._trouble = True, None
+        self._starting, self._trouble, self.paused = True, None, False
         self._announced_version = self._held_version = None
         self.note_change()
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,8 @@ async def serving_job(
     """Start the engine that a job asks for, still without weights; leaving ends it."""
     job = Job.model_validate(announced.job)
     checkpoint = expand_path(job.model.rollout_checkpoint)
+    folder = staging_folder(config)
+    await asyncio.to_thread(_remove_all_but, folder, announced.job_id)
     arch = await asyncio.to_thread(Architecture.load, checkpoint)
     tokenizer = await asyncio.to_thread(CheckpointTokenizer.load, checkpoint)
     async with running_engine(engine_spec(job, arch)) as engine:
@@ -81,7 +84,7 @@ async def serving_job(
         updates = Updates(
             engine,
             job_id=announced.job_id,
-            folder=staging_folder(config) / announced.job_id,
+            folder=folder / announced.job_id,
             deadline_s=job.update.deadline_s,
             max_bytes=config.max_update_bytes,
             on_change=on_change,
@@ -107,7 +110,15 @@ def engine_spec(job: Job, arch: Architecture) -> EngineSpec:
 
 
 def staging_folder(config: RolloutConfig) -> Path:
-    return config.staging_dir / config.name.replace("/", "_")
+    """Of this process alone: nobody else has its port."""
+    return config.staging_dir / f"{config.name.replace('/', '_')}-{config.port}"
+
+
+def _remove_all_but(folder: Path, job_id: str) -> None:
+    """What was staged for earlier jobs; of this one a broken transfer goes on."""
+    for other in folder.glob("*"):
+        if other.name != job_id:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _show_load(load: EngineLoad) -> None:

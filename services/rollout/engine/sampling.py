@@ -53,7 +53,9 @@ def sample(logits_BV: Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
     # Strictly below the total, so that the drawn token's share is never zero.
     below = total.nextafter(torch.zeros_like(total))
     target = (torch.from_numpy(draws.uniform).to(device) * total).minimum(below)
-    tokens = torch.searchsorted(cdf, target.unsqueeze(1), right=True)
+    # Logits that are not finite give some token and a log-probability that the trainer masks.
+    last = logits_BV.shape[1] - 1
+    tokens = torch.searchsorted(cdf, target.unsqueeze(1), right=True).clamp_(max=last)
     return tokens[:, 0].cpu().numpy(), logprobs.gather(1, tokens)[:, 0].cpu().numpy()
 
 

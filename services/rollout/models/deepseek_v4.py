@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.rollout.models.deepseek_v4_cache import Cache, Emission, LayerCache, Route, Step
+from services.rollout.models.deepseek_v4_cache import (
+    Cache,
+    Compression,
+    CompressorCache,
+    Emission,
+    LayerCache,
+    Route,
+    Step,
+)
 from services.rollout.models.deepseek_v4_weights import Block, Compressor, Derived, Mix
 from services.rollout.models.rounding import round_indexer, round_kv, round_linear_input
 from shared.models.deepseek_v4.architecture import Architecture
@@ -94,13 +102,14 @@ class Sampler:
         self._note(f"layers.{layer}.attn.q", q_NHK)
         self._note(f"layers.{layer}.attn.kv", kv_NK)
         bias = route.bias
-        if block.compressor is not None:
+        if block.compressor and cache.compressor and route.compression:
+            inner = cache.compressor
             inputs = functional.linear(x_ND, block.compressor.inputs)
-            self._compress(block.compressor, cache, route, inputs)
-            if cache.index_keys is not None:
+            self._compress(block.compressor, cache.keys, inner, route.compression, inputs)
+            if inner.index_keys is not None:
                 index_q = up[:, heads * size :].view(-1, arch.index_n_heads, arch.index_head_dim)
-                index_w = inputs[:, cache.ring.shape[-1] :]
-                bias = self._select(index_q, index_w, turns, cache.index_keys, step, route)
+                index_w = inputs[:, inner.ring.shape[-1] :]
+                bias = self._select(index_q, index_w, turns, inner.index_keys, step, route)
         keys_RTK = _visible_keys(cache, step, route, kv_NK)
         o_NHK = _attend(q_NHK, keys_RTK, bias, block.sink, step)
         _rotate(o_NHK, turns_back)
@@ -110,38 +119,38 @@ class Sampler:
         return functional.linear(self._linear_input(u_ND), block.out)
 
     def _compress(
-        self, compressor: Compressor, cache: LayerCache, route: Route, inputs: Tensor
+        self,
+        compressor: Compressor,
+        keys: Tensor,
+        cache: CompressorCache,
+        plan: Compression,
+        inputs: Tensor,
     ) -> None:
         """Append rows to the open blocks and write the entries of those that close."""
         columns = cache.ring.shape[-1]
-        rows = inputs[:, :columns] + compressor.ape.index_select(0, route.ring_phase)
-        flat_ring = cache.ring.view(-1, columns)
-        emission = route.emission
-        if route.ring_from is None:  # decoding: the ring holds the whole block once written
-            flat_ring.index_copy_(0, route.ring_to, rows)
-            entries = None if emission is None else self._pool(compressor, emission, flat_ring)
-        else:
-            entries = (
-                None if emission is None else self._pool(compressor, emission, flat_ring, rows)
-            )
-            flat_ring.index_copy_(0, route.ring_to, rows.index_select(0, route.ring_from))
-        if entries is not None:
-            self._store(compressor, cache, emission, entries)
+        rows = inputs[:, :columns] + compressor.ape.index_select(0, plan.phase)
+        flat_ring, emission = cache.ring.view(-1, columns), plan.emission
+        if plan.ring_from is None:  # decoding: the ring holds the whole block once written
+            flat_ring.index_copy_(0, plan.ring_to, rows)
+        entries = None
+        if emission is not None:
+            entries = self._pool(compressor, emission, flat_ring, rows)
+        if plan.ring_from is not None:
+            flat_ring.index_copy_(0, plan.ring_to, rows.index_select(0, plan.ring_from))
+        if emission is not None and entries is not None:
+            self._store(compressor, keys, cache, emission, entries)
 
     def _pool(
-        self,
-        compressor: Compressor,
-        emission: Emission,
-        flat_ring: Tensor,
-        rows: Tensor | None = None,
+        self, compressor: Compressor, emission: Emission, flat_ring: Tensor, rows: Tensor
     ) -> Tensor:
         """Per channel, softmax over the block's slots of the gates, applied to the keys."""
         halves = 1 if compressor.index_norm is None else 2
         half_columns = flat_ring.shape[-1] // halves
         picked = flat_ring.view(-1, half_columns).index_select(0, emission.from_ring)
-        if rows is not None:
-            fresh = rows.view(-1, half_columns).index_select(0, emission.from_new)
-            picked = torch.where(emission.is_new[:, None], fresh, picked)
+        if emission.fresh is not None:
+            from_new, is_new = emission.fresh
+            fresh = rows.view(-1, half_columns).index_select(0, from_new)
+            picked = torch.where(is_new[:, None], fresh, picked)
         picked = picked.view(emission.key_rows.shape[0], -1, 2, half_columns // 2)
         keys, gates = picked[:, :, 0], picked[:, :, 1]
         if emission.has_no_past is not None:
@@ -150,14 +159,19 @@ class Sampler:
         return (gates.softmax(1) * keys).sum(1)
 
     def _store(
-        self, compressor: Compressor, cache: LayerCache, emission: Emission, entries: Tensor
+        self,
+        compressor: Compressor,
+        keys: Tensor,
+        cache: CompressorCache,
+        emission: Emission,
+        entries: Tensor,
     ) -> None:
         size, eps = self.arch.head_dim, self.arch.rms_norm_eps
         main = _rms(entries[:, :size], compressor.norm, eps)
         _rotate(main, emission.turns)
         self._round_key(main)
-        cache.keys.view(-1, size).index_copy_(0, emission.key_rows, main)
-        if compressor.index_norm is not None:
+        keys.view(-1, size).index_copy_(0, emission.key_rows, main)
+        if cache.index_keys is not None and emission.index_rows is not None:
             index = _rms(entries[:, size:], compressor.index_norm, eps)
             _rotate(index, emission.turns)
             index = round_indexer(index, form=self.quant.indexer)
@@ -173,8 +187,8 @@ class Sampler:
         route: Route,
     ) -> Tensor:
         """The bias [R, C, T] in which only each query's best entries stay visible."""
-        arch, num = self.arch, route.num_entries
-        if num <= arch.index_topk:
+        arch, num, plan = self.arch, route.num_entries, route.compression
+        if num <= arch.index_topk or plan is None:
             return route.bias
         q_NJI = q_NJI.contiguous()
         _rotate(q_NJI, turns)
@@ -185,10 +199,10 @@ class Sampler:
         products = products.view(len(step.slots), step.width, arch.index_n_heads, num)
         weights = _padded(weights_NJ, step).view(*products.shape[:3], 1)
         scores_RCE = (products * weights).sum(2).mul_(scale)
-        best = _stable_top(scores_RCE.add_(route.entry_bias), arch.index_topk)
+        best = _stable_top(scores_RCE.add_(plan.entry_bias), arch.index_topk)
         # A pick that is not visible (fewer entries than picks) stays invisible.
         chosen = torch.full_like(scores_RCE, -torch.inf).scatter_(2, best, 0.0)
-        chosen.add_(route.entry_bias)
+        chosen.add_(plan.entry_bias)
         first = route.num_keys - num
         return torch.cat(
             (route.bias[..., :first], chosen, route.bias[..., route.num_keys :]), dim=-1
@@ -220,6 +234,7 @@ class Sampler:
         if block.token_experts is not None:
             experts_Nk = block.token_experts.index_select(0, token_ids)
         else:
+            assert block.gate_bias is not None
             biased = scores_NX + block.gate_bias  # the bias selects, it never weighs
             experts_Nk = biased.topk(arch.num_experts_per_tok, dim=-1).indices
         chosen_Nk = scores_NX.gather(1, experts_Nk)
@@ -320,6 +335,7 @@ def _visible_keys(cache: LayerCache, step: Step, route: Route, kv_NK: Tensor) ->
         return _of_slots(cache.keys, step, route.num_keys)
     held = _of_slots(cache.keys, step, route.num_keys)
     own = _padded(kv_NK, step).view(len(step.slots), step.width, -1)
+    assert route.write_from is not None
     flat.index_copy_(0, route.write_to, kv_NK.index_select(0, route.write_from))
     return torch.cat((held, own), dim=1)
 

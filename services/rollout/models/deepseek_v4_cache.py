@@ -24,12 +24,24 @@ _FAR = np.iinfo(np.int64).min // 2
 
 
 @dataclass(slots=True)
+class CompressorCache:
+    ring: Tensor  # [slots + 1, ring rows, columns]
+    index_keys: Tensor | None  # [slots + 1, entries, I]
+
+
+@dataclass(slots=True)
 class LayerCache:
-    """Last index of every first dimension is the slot that padded rows write to."""
+    """The last slot is the one that padded rows write to."""
 
     keys: Tensor  # [slots + 1, base + entries, K]
-    ring: Tensor | None  # [slots + 1, ring rows, columns]
-    index_keys: Tensor | None  # [slots + 1, entries, I]
+    compressor: CompressorCache | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        inner = self.compressor
+        if inner is None:
+            return [self.keys]
+        return [self.keys, inner.ring, *([] if inner.index_keys is None else [inner.index_keys])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +58,22 @@ class Emission:
     """The entries that this step closes, padded to a multiple of ROWS."""
 
     from_ring: Tensor  # [E · slots of a block] half-rows of the ring
-    from_new: Tensor | None  # likewise among this step's rows; None: all are in the ring already
-    is_new: Tensor | None  # bool [E · slots of a block]
+    fresh: tuple[Tensor, Tensor] | None  # likewise among this step's rows, and bool: which are
     has_no_past: Tensor | None  # bool [E]: entry 0, whose a half is empty
     key_rows: Tensor  # [E] rows of the flat keys
     index_rows: Tensor | None  # [E] rows of the flat indexer keys
     turns: Tensor  # complex [E, rope pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """Where a step's compressor rows go, and which entries they close."""
+
+    entry_bias: Tensor  # [R, C, num_entries]: 0 where visible, -inf elsewhere
+    ring_from: Tensor | None  # tokens whose rows are kept; None: all
+    ring_to: Tensor  # rows of the flat ring
+    phase: Tensor  # [N] row of the position bias
+    emission: Emission | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +85,7 @@ class Route:
     num_keys: int  # leading keys of a slot that can be visible
     num_entries: int  # compressed entries among them, a multiple of ROWS
     bias: Tensor  # [R, C, num_keys (+ C)]: 0 where visible, -inf elsewhere
-    entry_bias: Tensor | None  # [R, C, num_entries]
-    ring_from: Tensor | None
-    ring_to: Tensor | None
-    ring_phase: Tensor | None  # [N] row of the position bias
-    emission: Emission | None
+    compression: Compression | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +132,15 @@ class Cache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            t.numel() * t.element_size()
-            for layer in self.layers
-            for t in (layer.keys, layer.ring, layer.index_keys)
-            if t is not None
-        )
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Give each target slot the state of its source: samples of a group share their prompt."""
         source = torch.tensor(sources, device=self._device)
         target = torch.tensor(targets, device=self._device)
         for layer in self.layers:
-            for tensor in (layer.keys, layer.ring, layer.index_keys):
-                if tensor is not None:
-                    tensor.index_copy_(0, target, tensor.index_select(0, source))
+            for tensor in layer.tensors:
+                tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     def decode_step(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> Step:
         """One token of each sequence: `slots` are distinct, `positions` count from 0."""
@@ -178,11 +190,12 @@ class Cache:
         def zeros(*sizes: int) -> Tensor:
             return torch.zeros(rows, *sizes, dtype=dtype, device=device)
 
-        return LayerCache(
-            keys=zeros(self._base + entries, arch.head_dim),
-            ring=zeros(ring_rows(arch, layer), ring_columns(arch, layer)) if ratio else None,
-            index_keys=zeros(entries, arch.index_head_dim) if kind == "c4" else None,
-        )
+        keys = zeros(self._base + entries, arch.head_dim)
+        if not ratio:
+            return LayerCache(keys, None)
+        ring = zeros(ring_rows(arch, layer), ring_columns(arch, layer))
+        index_keys = zeros(entries, arch.index_head_dim) if kind == "c4" else None
+        return LayerCache(keys, CompressorCache(ring, index_keys))
 
     def _decode_route(
         self, ratio: int, slots: np.ndarray, positions: np.ndarray, num: int
@@ -196,18 +209,27 @@ class Cache:
         visible[:, 1 : 1 + window] = np.arange(window) <= positions[:, None]
         entries = np.arange(num_entries) < seen[:, None]
         visible[:, self._base :] = entries
-        ring = self._ring_size(ratio)
         return Route(
             write_from=None,
             write_to=self._tensor(slots * row_keys + 1 + positions % window),
             num_keys=self._base + num_entries,
             num_entries=num_entries,
             bias=self._bias(visible)[:, None],
-            entry_bias=self._bias(entries)[:, None] if self._selects(ratio) else None,
+            compression=(
+                self._decode_compression(ratio, slots, positions, num, entries) if ratio else None
+            ),
+        )
+
+    def _decode_compression(
+        self, ratio: int, slots: np.ndarray, positions: np.ndarray, num: int, visible: np.ndarray
+    ) -> Compression:
+        ring = self._ring_size(ratio)
+        return Compression(
+            entry_bias=self._bias(visible)[:, None],
             ring_from=None,
-            ring_to=self._tensor(slots * ring + positions % ring) if ratio else None,
-            ring_phase=self._tensor(positions % ring) if ratio else None,
-            emission=self._decode_emission(ratio, slots, positions, num) if ratio else None,
+            ring_to=self._tensor(slots * ring + positions % ring),
+            phase=self._tensor(positions % ring),
+            emission=self._decode_emission(ratio, slots, positions, num),
         )
 
     def _decode_emission(
@@ -236,8 +258,6 @@ class Cache:
         visible[..., self._base : self._base + num_entries] = entries
         gap = np.arange(layout.width)[:, None] - np.arange(layout.width)
         visible[..., self._base + num_entries :] = (gap >= 0) & (gap < window)
-        ring = self._ring_size(ratio)
-        recent = layout.tail(ring) if ratio else kept
         return Route(
             write_from=self._tensor(kept),
             write_to=self._tensor(
@@ -246,15 +266,20 @@ class Cache:
             num_keys=self._base + num_entries,
             num_entries=num_entries,
             bias=self._bias(visible),
-            entry_bias=self._bias(entries) if self._selects(ratio) else None,
-            ring_from=self._tensor(recent) if ratio else None,
-            ring_to=(
-                self._tensor(layout.slots[recent] * ring + layout.positions[recent] % ring)
-                if ratio
-                else None
-            ),
-            ring_phase=self._tensor(layout.positions % ring) if ratio else None,
-            emission=self._prefill_emission(ratio, layout) if ratio else None,
+            compression=self._prefill_compression(ratio, layout, entries) if ratio else None,
+        )
+
+    def _prefill_compression(
+        self, ratio: int, layout: "_Layout", visible: np.ndarray
+    ) -> Compression:
+        ring = self._ring_size(ratio)
+        recent = layout.tail(ring)
+        return Compression(
+            entry_bias=self._bias(visible),
+            ring_from=self._tensor(recent),
+            ring_to=self._tensor(layout.slots[recent] * ring + layout.positions[recent] % ring),
+            phase=self._tensor(layout.positions % ring),
+            emission=self._prefill_emission(ratio, layout),
         )
 
     def _prefill_emission(self, ratio: int, layout: "_Layout") -> Emission | None:
@@ -283,20 +308,21 @@ class Cache:
         half = (offsets >= 0).astype(np.int64) if overlap else np.zeros(ratio, np.int64)
         at = blocks[:, None] * ratio + offsets
         from_ring = (slots[:, None] * ring + at % ring) * halves + half
-        from_new, is_new = None, None
+        fresh = None
         if new is not None:
             layout, runs = new
             is_new = (at >= layout.starts[runs, None]) & (at >= 0)
             token = np.where(is_new, layout.firsts[runs, None] + at - layout.starts[runs, None], 0)
-            from_new = self._tensor(_pad(token * halves + half, padding, 0).ravel())
-            is_new = self._tensor(_pad(is_new, padding, False).ravel())
+            fresh = (
+                self._tensor(_pad(token * halves + half, padding, 0).ravel()),
+                self._tensor(_pad(is_new, padding, False).ravel()),
+            )
         row_keys, row_entries = self._base + self._max_entries(ratio), self._max_entries(ratio)
         trash = self.num_slots
         no_past = overlap and bool((blocks == 0).any())
         return Emission(
             from_ring=self._tensor(_pad(from_ring, padding, 0).ravel()),
-            from_new=from_new,
-            is_new=is_new,
+            fresh=fresh,
             has_no_past=self._tensor(_pad(blocks == 0, padding, False)) if no_past else None,
             key_rows=self._tensor(
                 _pad(slots * row_keys + self._base + blocks, padding, trash * row_keys + self._base)
