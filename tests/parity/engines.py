@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from services.rollout.models.deepseek_v4 import Sampler
@@ -127,6 +128,25 @@ def sampler_logits(
     cache = Cache(arch, num_slots=2 * len(tokens), max_tokens=LENGTH + 20, dtype=dtype)
     run = SamplerRun(Sampler(arch, quant, trace), derive(arch, weights, dtype=dtype), cache)
     return torch.cat([run.feed(part) for part in _split(tokens, chunks)], 1)
+
+
+@torch.inference_mode()
+def sampler_block_departures(
+    arch: Architecture, weights: Weights, tokens: Tensor, quant: ActivationQuant, states: States
+) -> list[Tensor]:
+    """Per layer [S]: how far each token's streams are from `states` after one block that was given
+    the streams of `states`, as a share of the largest; one row of tokens."""
+    (row,) = tokens.numpy()
+    cache = Cache(arch, num_slots=2, max_tokens=LENGTH + 20)
+    step, derived = cache.prefill_step([Run(1, 0, row)]), derive(arch, weights)
+    sampler, before, departures = Sampler(arch, quant), states["embed"], []
+    for layer, block in enumerate(derived.blocks):
+        padding = len(step.token_ids) - len(row)
+        h_NSD = functional.pad(before[0], (0, 0, 0, 0, 0, padding)).clone()
+        ours = sampler._block(layer, block, cache.layers[layer], step, h_NSD)[: len(row)]
+        before = states[f"layers.{layer}.hc_ffn.merge"]
+        departures.append((ours - before[0]).abs().flatten(1).amax(1) / before.abs().max())
+    return departures
 
 
 @dataclass(slots=True)

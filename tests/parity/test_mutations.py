@@ -37,6 +37,7 @@ from tests.parity.engines import (
 from tests.parity.format_mutations import FORMAT_MUTATIONS
 from tests.parity.mutations import MUTATIONS, SIDES, Side
 from tests.parity.test_gradients import (
+    SEEDS,
     actor_gradients,
     departure_in_norm,
     transformers_gradients,
@@ -65,7 +66,7 @@ PLANTED = [
 
 
 def known() -> Case:
-    return case("small", rows=1, seed=11)
+    return case("small", rows=1, seed=12)
 
 
 @functools.cache
@@ -176,21 +177,26 @@ def test_wrong_format_on_both_sides_is_caught_by_the_twins(
 # ------------------------------------------------------------------ backward passes
 
 
+def smooth() -> Case:
+    """No value lies at the clamp, where gradients jump."""
+    return case("small", rows=1, seed=SEEDS["small"])
+
+
 @functools.cache
 def right_gradients() -> dict[str, Tensor]:
-    model = twin(known().arch, known().weights)
-    (model(known().tokens).logits * cotangent()).sum().backward()
-    return transformers_gradients(model, known().arch)
+    model = twin(smooth().arch, smooth().weights)
+    (model(smooth().tokens).logits * cotangent()).sum().backward()
+    return transformers_gradients(model, smooth().arch)
 
 
 def cotangent() -> Tensor:
-    return torch.randn(known().logits.shape, generator=torch.Generator().manual_seed(7))
+    return torch.randn(smooth().logits.shape, generator=torch.Generator().manual_seed(7))
 
 
 def worst_gradient() -> tuple[float, str]:
     """Of the actor, against transformers: the largest relative error and the tensor that has it."""
-    model = actor(known().arch, known().weights)
-    (model(known().tokens) * cotangent()).sum().backward()
+    model = actor(smooth().arch, smooth().weights)
+    (model(smooth().tokens) * cotangent()).sum().backward()
     ours, theirs = actor_gradients(model), right_gradients()
     return max(
         (departure_in_norm(ours[name], theirs[name]), name) for name in theirs if theirs[name].any()
@@ -205,8 +211,8 @@ def test_gradient_check_passes_without_a_mistake() -> None:
 def test_wrong_backward_pass_is_caught(mistake: str, findings: Findings) -> None:
     with pytest.MonkeyPatch.context() as patch:
         BACKWARD_MUTATIONS[mistake](patch)
-        logits = actor_logits(known().arch, known().weights, known().tokens)
+        logits = actor_logits(smooth().arch, smooth().weights, smooth().tokens)
         size, name = worst_gradient()
-    assert departure(logits, known().logits) <= BOUND, "the forward pass is right"
+    assert departure(logits, smooth().logits) <= BOUND, "the forward pass is right"
     findings.add(mistake, "actor", {"gradients": size}, f"worst gradient: {name}")
     assert size > MARGIN * GRADIENT_BOUND
