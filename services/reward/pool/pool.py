@@ -24,14 +24,16 @@ from services.reward.graders.grader import HEAVY, addresses
 from services.reward.pool.forking import Zygote
 from services.reward.pool.requests import Check, Request, Task, WaitingLine, new_request
 from services.reward.pool.settings import PoolConfig
-from services.reward.pool.worker import Worker
+from services.reward.pool.worker import Running, Worker
 from shared.errors import Fatal
 from shared.messages import GraderError, Outcome, Timeout
 from shared.telemetry import counter, gauge, histogram
 
 log = structlog.get_logger()
 
-WATCH_SLOW_S = 0.1
+WATCH_S = 0.05
+CPU_STEP_S = 0.01
+STARVED_PATIENCE = 10
 COLD_SLOW_AFTER_S = 1.0  # until they are warm, an expression's first time is slow by itself
 _OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
 
@@ -222,22 +224,30 @@ class GradingPool:
 
     def _look_at(self, worker: Worker) -> None:
         """A worker has been busy for a while: is one check taking long?"""
-        task, running_s, cpu_s = worker.current()
+        running = worker.running()
+        task = running.task
         if task is None or task.is_settled:
             self._look_after(worker, self._config.slow_after_s)
             return
-        limit_s, slow_after_s = task.check.timeout_s, self._slow_after_s(task)
+        limit_s = task.check.timeout_s
         used_bytes = worker.memory_bytes()
-        if running_s >= limit_s or cpu_s >= limit_s:
+        if running.wall_s >= limit_s or running.cpu_s >= limit_s:
             self._stop_check(worker, task, Timeout(after_s=limit_s))
         elif used_bytes > self._config.memory_bytes:
             reason = f"{used_bytes} bytes of memory exceed {self._config.memory_bytes}"
             self._stop_check(worker, task, GraderError(reason=reason))
-        elif running_s >= slow_after_s and not worker.is_slow:
+        elif not worker.is_slow and self._is_slow(running, self._slow_after_s(task)):
             self._to_slow_lane(worker, task)
         else:
-            pause_s = WATCH_SLOW_S if worker.is_slow else slow_after_s - running_s
-            self._look_after(worker, min(pause_s, limit_s - running_s))
+            pause_s = self._slow_after_s(task) - running.wall_s
+            pause_s = pause_s if pause_s > 0 else WATCH_S
+            self._look_after(worker, min(pause_s, limit_s - running.wall_s))
+
+    def _is_slow(self, running: Running, after_s: float) -> bool:
+        """By the clock; but a check is not slow because the machine gave it no core."""
+        is_starved = running.wants_cpu and running.cpu_s < after_s - CPU_STEP_S
+        patience = STARVED_PATIENCE if is_starved else 1
+        return running.wall_s >= after_s * patience
 
     def _stop_check(self, worker: Worker, task: Task, outcome: Outcome) -> None:
         self._settle(task, outcome)
@@ -252,7 +262,7 @@ class GradingPool:
             self._fill_place_of(worker)
             worker.is_slow = True
             worker.lower_priority(self._config.slow_nice)
-            self._look_after(worker, WATCH_SLOW_S)
+            self._look_after(worker, WATCH_S)
         else:
             worker.batch = []
             self._replace(worker, "slow lane full")
@@ -316,7 +326,7 @@ class GradingPool:
         assert self._zygote is not None
         how = await self._zygote.end(worker)
         log.warning("grading_process_died", pid=worker.pid, how=how)
-        task = worker.current()[0] if worker.batch else None
+        task = worker.running().task if worker.batch else None
         if task is not None:
             self._settle(task, GraderError(reason=f"the grading process died: {how}"))
         self._line.hand_back(worker.open_tasks())

@@ -16,7 +16,7 @@ class PoolConfig(Part):
     slow_after_s: float = Field(0.05, gt=0)
     """A check that runs longer is moved to the slow lane."""
     slow_nice: int = Field(10, ge=0, le=19)
-    """Scheduling priority of the slow lane; 19 is the lowest."""
+    """By how much the slow lane's scheduling priority is lower; 19 is the most."""
     memory_bytes: int = Field(2**30, ge=64 * 2**20)
     """What a check may allocate on top of the loaded graders."""
     max_batch: int = Field(16, gt=0)

@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,16 @@ from services.reward.pool.wire import Decoder, Progress, ProgressPage, encode
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What a worker is doing at this moment."""
+
+    task: Task | None  # None: one that was handed to another worker
+    wall_s: float
+    cpu_s: float  # in steps of 10 ms
+    wants_cpu: bool  # it would compute if it were given a core, or does
 
 
 class Worker(asyncio.Protocol):
@@ -65,16 +76,19 @@ class Worker(asyncio.Protocol):
     def open_tasks(self) -> list[Task]:
         return [task for task in self.batch if task is not None and not task.is_settled]
 
-    def current(self) -> tuple[Task | None, float, float]:
-        """The check it is in, since how long, and the CPU time that it has used.
-
-        A batch that it has not begun counts as its first check.
-        """
-        progress = self._progress()
+    def running(self) -> "Running":
+        """The check it is in; a batch that it has not begun counts as its first check."""
+        progress, now_s = self._progress(), time.monotonic()
+        fields = _proc(self.pid, "stat").rpartition(")")[2].split() or ["?"] * 13
+        wants_cpu = fields[0] == "R"
         if progress.batch != self.number:
-            return self.batch[0], time.monotonic() - self._sent_s, 0.0
-        used_s = self._cpu_s() - progress.cpu_s
-        return self.batch[progress.index], time.monotonic() - progress.started_s, used_s
+            return Running(self.batch[0], now_s - self._sent_s, 0.0, wants_cpu)
+        used_s = 0.0
+        if fields[0] != "?":
+            used_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - progress.cpu_s
+        return Running(
+            self.batch[progress.index], now_s - progress.started_s, max(used_s, 0.0), wants_cpu
+        )
 
     def memory_bytes(self) -> int:
         fields = _proc(self.pid, "statm").split()
@@ -82,7 +96,8 @@ class Worker(asyncio.Protocol):
 
     def lower_priority(self, nice: int) -> None:
         with contextlib.suppress(ProcessLookupError):  # it may have died a moment ago
-            os.setpriority(os.PRIO_PROCESS, self.pid, nice)
+            nice += os.getpriority(os.PRIO_PROCESS, self.pid)
+            os.setpriority(os.PRIO_PROCESS, self.pid, min(nice, 19))
 
     def close(self) -> None:
         """Hear nothing more from it; killing the process is the zygote's part."""
@@ -98,10 +113,6 @@ class Worker(asyncio.Protocol):
 
     def _progress(self) -> Progress:
         return self._page.read() if self._is_open else self._last_progress
-
-    def _cpu_s(self) -> float:
-        fields = _proc(self.pid, "stat").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S if fields else 0.0
 
 
 def _proc(pid: int, name: str) -> str:
