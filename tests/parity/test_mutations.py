@@ -66,7 +66,7 @@ PLANTED = [
 
 
 def known() -> Case:
-    return case("small", rows=1, seed=12)
+    return case("small", rows=1, seed=11)
 
 
 @functools.cache
@@ -190,7 +190,7 @@ def right_gradients() -> dict[str, Tensor]:
 
 
 def cotangent() -> Tensor:
-    return torch.randn(smooth().logits.shape, generator=torch.Generator().manual_seed(7))
+    return torch.randn(smooth().logits.shape, generator=torch.Generator().manual_seed(8))
 
 
 def worst_gradient() -> tuple[float, str]:
