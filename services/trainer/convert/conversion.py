@@ -175,16 +175,17 @@ def _write_shard(
     space: Workspace, plan: _Plan, shard: Shard, maker: "_Maker", progress: "_Progress"
 ) -> Record:
     """One file, and then the record that it is whole."""
-    file = HashedFile(space.result / shard.file, plan.target.algorithm)
-    plan.target.begin(file, shard)
-    rows = []
-    for output in shard.outputs:
-        for piece in output.pieces:
-            tensor = maker.make(output, piece)
-            row = plan.target.put(file, output, piece, tensor)
-            rows += [row] if row else []
-            progress.advance(tensor.nbytes, output.name)
-    record = Record(shard.file, file.num_bytes, plan.target.algorithm, file.close(), rows)
+    algorithm = plan.target.algorithm
+    with HashedFile(space.result / shard.file, algorithm) as file:
+        plan.target.begin(file, shard)
+        rows = []
+        for output in shard.outputs:
+            for piece in output.pieces:
+                tensor = maker.make(output, piece)
+                row = plan.target.put(file, output, piece, tensor)
+                rows += [row] if row else []
+                progress.advance(tensor.nbytes, output.name)
+        record = Record(shard.file, file.num_bytes, algorithm, file.sync(), rows)
     space.keep(record)
     progress.finish_shard(shard.outputs[-1].name)
     return record

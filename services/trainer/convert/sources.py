@@ -19,7 +19,13 @@ from services.trainer.convert.flat_files import (
     version_extents,
 )
 from services.trainer.convert.formats import Stored
-from services.trainer.convert.layouts import Output, actor_layout, transformers_layout, without_mtp
+from services.trainer.convert.layouts import (
+    Output,
+    actor_layout,
+    release_layout,
+    transformers_layout,
+    without_mtp,
+)
 from services.trainer.convert.torch_dist import METADATA_FILE, TorchDist, is_torch_dist
 from services.trainer.convert.transformers_config import architecture_of
 from shared.errors import ConfigInvalid
@@ -83,18 +89,20 @@ def open_source(path: Path, *, like: Path | None = None) -> Source:
         )
     if any(_EMBEDDING in safetensors_extents(file) for file in files):
         return _transformers(path, settings, files)
-    return _release(path, settings)
+    return _release(path, settings, files)
 
 
-def _release(path: Path, settings: Path) -> Source:
-    release = open_release(path, Architecture.load(settings))
-    files = sorted({stored.file for stored in release.stored.values()})
-    by_file = {file: safetensors_extents(file) for file in files}
+def _release(path: Path, settings: Path, files: Sequence[Path]) -> Source:
+    headers = {file: safetensors_extents(file) for file in files}
+    kinds = {n: (e.dtype, e.shape) for header in headers.values() for n, e in header.items()}
+    arch = Architecture.load(settings).with_format(_format_of(kinds, path))
+    release = open_release(path, arch)
+    by_file = {stored.file: headers[stored.file] for stored in release.stored.values()}
     extents = {name: by_file[stored.file][name] for name, stored in release.stored.items()}
     return Source(
         description=f"{release.arch.weight_format.upper()} release",
         arch=release.arch,
-        files=files,
+        files=sorted(by_file),
         settings=settings,
         scale=release.policy.scale,
         fetch=_reader(extents),
@@ -119,12 +127,14 @@ def _published_version(path: Path, settings: Path) -> Source:
 def _transformers(path: Path, settings: Path, files: Sequence[Path]) -> Source:
     config = json.loads((settings / CONFIG_FILE).read_text())
     arch = without_mtp(architecture_of(config)).with_format("bf16")
-    extents = {
-        _their_name(name): extent
-        for file in files
-        for name, extent in safetensors_extents(file).items()
-    }
-    layout = transformers_layout(arch, POLICIES[arch.weight_format])
+    extents = {n: extent for file in files for n, extent in safetensors_extents(file).items()}
+    # What transformers loaded by release names it saves by almost those names.
+    of_release = any(".ffn." in name for name in extents)
+    layout_of, canonical = (
+        (release_layout, _release_name) if of_release else (transformers_layout, _loaded_name)
+    )
+    extents = {canonical(name): extent for name, extent in extents.items()}
+    layout = layout_of(arch, POLICIES[arch.weight_format])
     found = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
     expected = {}
     for output in layout:
@@ -206,8 +216,13 @@ def _pieces(layout: Sequence[Output]) -> dict[str, tuple[Output, int]]:
     }
 
 
-def _their_name(name: str) -> str:
+def _release_name(saved: str) -> str:
+    name = saved.removeprefix("model.").replace("hc_head.hc_", "hc_head_")
+    return name.replace("embed_tokens.", "embed.").replace(".attn.norm.", ".attn.kv_norm.")
+
+
+def _loaded_name(saved: str) -> str:
     """transformers loads `kv_norm` but saves it as `norm`."""
-    owner, _, leaf = name.rpartition(".norm.")
-    inside = owner.endswith((".self_attn", ".compressor", ".indexer"))
-    return f"{owner}.kv_norm.{leaf}" if inside else name
+    owner, _, leaf = saved.rpartition(".norm.")
+    renamed = owner.endswith((".self_attn", ".compressor", ".indexer"))
+    return f"{owner}.kv_norm.{leaf}" if renamed else saved

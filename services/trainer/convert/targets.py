@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import xxhash
@@ -35,7 +35,7 @@ class Shard:
 
 
 class HashedFile:
-    """A file that is hashed while it is written; the caller syncs and closes it."""
+    """A file that is hashed while it is written; use it in a `with`."""
 
     def __init__(self, path: Path, algorithm: str) -> None:
         self._file = path.open("wb")
@@ -51,12 +51,17 @@ class HashedFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def close(self) -> str:
-        """Onto the disk; the checksum, in hexadecimal."""
+    def sync(self) -> str:
+        """Everything onto the disk; the checksum so far, in hexadecimal."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
         return str(self._digest.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.close()
 
 
 class Target(Protocol):

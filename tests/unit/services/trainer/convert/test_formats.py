@@ -70,9 +70,7 @@ def test_values_are_quantised_like_everywhere(wanted: str) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("wanted", ["fp8", "fp4", "bf16", "fp32"])
 @pytest.mark.parametrize("name", [EXPERT, PLAIN, EXACT])
-def test_values_that_are_not_finite_are_refused_by_name(
-    name: str, wanted: str, bad: float
-) -> None:
+def test_values_that_are_not_finite_are_refused_by_name(name: str, wanted: str, bad: float) -> None:
     weight = matrix()
     weight[100, 3] = bad
     with pytest.raises(ValueError, match=f"^{name}: .*NaN or infinity"):

@@ -31,7 +31,9 @@ def test_pieces_of_transformers_tensors_lie_one_after_the_other() -> None:
 
 def test_mtp_blocks_are_left_out_of_transformers_only() -> None:
     def blocks(layout: list) -> set[str]:
-        return {piece.weight for output in layout for piece in output.pieces if "mtp." in piece.weight}
+        return {
+            piece.weight for output in layout for piece in output.pieces if "mtp." in piece.weight
+        }
 
     assert blocks(actor_layout(ALIGNED, FP32))
     assert not blocks(transformers_layout(ALIGNED, FP32))

@@ -10,9 +10,9 @@ SHARDS = [Shard(f"{i}.bin", (), 5) for i in range(3)]
 
 
 def finish_shard(space: Workspace, name: str) -> None:
-    file = HashedFile(space.result / name, "xxh3-128")
-    file.write(b"12345")
-    space.keep(Record(name, 5, "xxh3-128", file.close(), [["row"]]))
+    with HashedFile(space.result / name, "xxh3-128") as file:
+        file.write(b"12345")
+        space.keep(Record(name, 5, "xxh3-128", file.sync(), [["row"]]))
 
 
 def test_finished_shards_are_kept_and_others_removed(tmp_path: Path) -> None:
