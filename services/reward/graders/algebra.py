@@ -7,6 +7,7 @@ Loaded in pool workers only: sympy is heavy, and what it is asked here may never
 """
 
 import logging
+import re
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,9 @@ TOLERANCE = Float("1e-15", DIGITS)
 _POSITIVE = ("1.2345678910111213", "0.7182818284590452", "3.3166247903553998")
 _MIXED = ("-1.4142135623730950", "0.5772156649015328", "-2.6457513110645905")
 
+_TURNED = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?)\s*[({]?\s*(\d+(?:\.\d+)?)\\degree\s*[)}]?"
+)
 _CONFIG = [LatexExtractionConfig()]
 
 
@@ -82,9 +86,17 @@ def _read_gold(text: str) -> Basic | MatrixBase:
 @lru_cache(maxsize=512)  # the gold is the same for every sample of a group
 def read_expression(text: str) -> Basic | MatrixBase | None:
     """What math-verify makes of LaTeX; None when it cannot."""
-    latex = text.replace("\\percent", "\\%").replace("\\degree", "^\\circ").replace("\\cr", "\\\\")
+    latex = _TURNED.sub(r"\1(\\frac{\2\\pi}{180})", text).replace("\\degree", "")
+    latex = latex.replace("\\percent", "\\%").replace("\\cr", "\\\\")
     found = parse(f"${latex}$", _CONFIG, fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
+    return _with_imaginary_unit(found[0]) if found else None
+
+
+def _with_imaginary_unit(value: Basic | MatrixBase) -> Basic | MatrixBase:
+    """math-verify reads `i` as a symbol, of which i^2 = -1 does not hold."""
+    if not isinstance(value, Expr):
+        return value
+    return value.xreplace({s: sympy.I for s in value.free_symbols if str(s) == "i"})
 
 
 def _is_undefined(value: Basic | MatrixBase) -> bool:

@@ -3,8 +3,8 @@ r"""Which part of a response is its answer. The rules, in order:
 1. Only what follows the last closing reasoning tag (`</think>` and its kin) is read. Reasoning that
    opens and never closes has been cut off: there is no answer.
 2. Strict statements are `\boxed{...}`, `\fbox{...}`, `<answer>...</answer>`, a label with a colon
-   (`Answer: ...`, `**Final answer:** ...`) and GSM8K's `#### ...`. The one that begins last wins,
-   so hedging does not pay, and a box on an `Answer:` line is that line's answer.
+   (`Answer: ...`, `**Final answer:** ...`), "final answer is 5" and GSM8K's `#### ...`. The one
+   that begins last wins, so hedging does not pay, and a box on an `Answer:` line is its answer.
 3. Boxes joined by nothing but a comma, "and" or "or" are one list of answers.
 4. A strict statement that is empty or never ends is no answer, and earlier ones do not replace it.
 5. Without a strict statement, the last "answer is ..." counts up to the end of its sentence.
@@ -22,6 +22,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t\n]*")
 _BARE_BOX = re.compile(r"[-+]?\w[\w.,/]{0,99}")
 _LABEL = re.compile(
     r"(?<![A-Za-z])answer(?:[ \t]{1,3}is)?[ \t]{0,3}[*_]{0,3}[ \t]{0,3}[:：=][ \t]{0,3}[*_]{0,3}"
+    r"|(?<![A-Za-z])final answer is[ \t]{0,3}(?=[-+$\\(\d])"
     r"|(?<!\#)\#{4}(?!\#)",
     re.IGNORECASE,
 )
@@ -132,7 +133,7 @@ def _labelled(text: str, begin: int) -> Answer:
     line = _SENTENCE_END.split(rest, maxsplit=1)[0]
     if len(line) == len(rest) and len(text) > begin + MAX_LABELLED_CHARS:
         raise NoAnswer(f"a labelled answer of more than {MAX_LABELLED_CHARS} characters")
-    value = _only_formula(line.partition("</")[0].strip())
+    value = _only_formula(line.partition("</")[0].replace("(without quotes)", "").strip())
     if not value.strip("*_`$. "):
         raise NoAnswer("a label without an answer")
     return Answer(value, "label")

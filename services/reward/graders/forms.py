@@ -56,10 +56,12 @@ _TEXT = re.compile(
     r"\\(?:text|mbox|hbox|mathrm|textrm|textbf|textit|textnormal|mathbf|mathit|operatorname)\s*"
     r"\{([^{}]*)\}"
 )
+_TEXT_SEPARATOR = re.compile(r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*,?\s*(?:and|or)\s*\}")
 _SEPARATOR = re.compile(
-    r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*,?\s*(?:and|or)\s*\}"
-    r"|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|\\(?:lor|vee|land|wedge)(?![a-zA-Z])"
+    r"(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|\\(?:lor|vee|land|wedge)(?![a-zA-Z])"
 )
+_PROSE = re.compile(r"\\(?:text|mbox|hbox|textrm|textbf|textit|textnormal)\s*\{[^{}]*[A-Za-z]{2}")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _ASSIGNED = re.compile(
     r"(\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
 )
@@ -88,6 +90,10 @@ _SHORT_UNITS = {
     "cm", "mm", "km", "in", "ft", "yd", "mi", "kg", "mg", "lb", "oz", "mph", "kph", "hr", "min",
     "sec", "deg", "ml", "sq", "am", "pm",
 }  # fmt: skip
+_NO_UNIT = re.compile(r"\b(?:or|and|not|no|to|if|but|than|more|less|most|least|about)\b")
+_CHOSEN = re.compile(
+    r"(?:\\(?:text|textbf|mathbf|mathrm|textrm)\s*\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\)|([A-J])[.:)])(.+)"
+)
 _FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "arc", "log", "exp", "sqrt", "mod", "frac")
 
 
@@ -97,7 +103,7 @@ def read_form(text: str, *, depth: int = 0) -> Form:
         raise Unreadable(f"nested deeper than {MAX_DEPTH}")
     text = text.strip()
     if depth == 0:
-        text = _SEPARATOR.sub(",", text)
+        text = _with_commas(text)
     parts = _split(text, ",;")
     if len(parts) > 1:
         return _list(text, parts, depth)
@@ -109,6 +115,16 @@ def read_form(text: str, *, depth: int = 0) -> Form:
     if assigned := _ASSIGNED.fullmatch(text):
         return Assigned(text, assigned[1], read_form(assigned[2], depth=depth + 1))
     return _bracketed(text, depth) or _plus_minus(text, depth) or read_leaf(text)
+
+
+def _with_commas(text: str) -> str:
+    """Commas for "and" and "or", except within words: `\\text{three or more}`."""
+    text = _TEXT_SEPARATOR.sub(",", text)
+    parts, end = [], 0
+    for match in _SEPARATOR.finditer(_without_groups(text)):
+        parts.append(text[end : match.start()])
+        end = match.end()
+    return ",".join([*parts, text[end:]])
 
 
 def _read_all(parts: list[str], depth: int) -> tuple[Form, ...]:
@@ -157,7 +173,8 @@ def _bracketed(text: str, depth: int) -> Form | None:
         return Group(text, "set" if opening == "\\{" else "bracket", (), opening + closing)
     parts = _split(inner, ",;")
     if opening == "\\{":
-        return Group(text, "set", _flat(_read_all(parts, depth)), opening + closing)
+        distinct = list(dict.fromkeys(parts))
+        return Group(text, "set", _flat(_read_all(distinct, depth)), opening + closing)
     if len(parts) > 1:
         return Group(text, "bracket", _read_all(parts, depth), opening + closing)
     return read_form(inner, depth=depth + 1) if opening + closing == "()" else None
@@ -169,6 +186,12 @@ def _plus_minus(text: str, depth: int) -> Group | None:
     left, right = text.split("\\pm")
     plus = f"{left}+{right}" if left.strip() else right
     return Group(text, "list", _read_all([plus, f"{left}-{right}"], depth))
+
+
+def split_choice(text: str) -> tuple[str, str]:
+    """Letter and value of an answer to a multiple-choice question that gives both, or nothing."""
+    match = _CHOSEN.fullmatch(text)
+    return (match[1] or match[2] or match[3], match[4].strip()) if match else ("", "")
 
 
 def read_leaf(text: str) -> Leaf:
@@ -186,6 +209,8 @@ def read_leaf(text: str) -> Leaf:
     inner = choice[1] if choice else inner
     if _LETTERS.fullmatch(inner):
         return _words(text, inner, is_textual=_TEXT.search(value) is not None or " " in inner)
+    if _PROSE.search(value):  # math-verify would read over it: `13 \\text{ or more}`
+        return _words(text, inner)
     return Leaf(text, value, None, unit, is_percent)
 
 
@@ -200,12 +225,12 @@ def _without_unit(text: str) -> tuple[str, str, bool]:
         value, unit = currency[1] + value[currency.end() :], currency[2].strip("\\")
     is_percent = value.endswith("\\percent")
     value = value.removesuffix("\\percent").strip()
-    if value.endswith("\\degree"):
+    if value.endswith("\\degree") and not _TRIGONOMETRIC.search(value):
         return value.removesuffix("\\degree").strip(), "degree", is_percent
     if (based := _BASE.fullmatch(value)) is not None:
         return based[1], f"base {based[2] or based[3]}", is_percent
     found = _TEXT_UNIT.search(value)
-    if found and value[: found.start()].strip():
+    if found and value[: found.start()].strip() and not _NO_UNIT.search(found[1]):
         return value[: found.start()].strip(), _unit(found[1], found[2]), is_percent
     plain = _WORD_UNIT.fullmatch(value)
     if plain and _is_unit(plain[3], is_apart=bool(plain[2])):

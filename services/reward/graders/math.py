@@ -12,7 +12,8 @@ What counts as the answer: `extraction.py`. How an answer is compared with the g
   intervals their open and closed ends.
 * `x = 5` is 5. `x = 5` is not `y = 5`. Of a chain of equations the last right side counts.
 * Clock times are texts; ratios with other denominators (`2:4`) may be reduced.
-* Words and choices ignore case and `\text`: `\text{(B)}` is B.
+* Words and choices ignore case and `\text`: `\text{(B)}` is B. Of an answer that gives letter and
+  value, `\text{(B)}\ 5`, the letter is compared where the gold is one, else the value.
 * Everything else is algebra (`algebra.py`).
 
 An answer that is found but cannot be read is `unparseable`. One too large to evaluate is wrong
@@ -32,6 +33,7 @@ from services.reward.graders.forms import (
     is_relation,
     read_form,
     right_side,
+    split_choice,
 )
 from services.reward.graders.literals import Number, same_number
 from services.reward.graders.notation import tidy
@@ -79,6 +81,9 @@ def _read_gold(gold: str) -> Form:
 def _compare(gold: Form, answer: str) -> tuple[bool, str]:
     if answer == gold.text:
         return True, "same text"
+    letter, value = split_choice(answer)
+    if letter:  # `\textbf{(B)}\ 5`: the letter is compared where the gold is one
+        answer = letter if isinstance(gold, Leaf) and len(gold.word) == 1 else value
     try:
         return same(gold, read_form(answer)), "compared by value"
     except TooLarge as err:
