@@ -42,9 +42,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("versions")
-    for version in (0, 1):
-        write_version(folder / str(version), canonical_weights(version), version)
-    return {version: folder / str(version) for version in (0, 1)}
+    for version in range(4):
+        write_version(folder / str(version), canonical_weights(version % 2), version)
+    return {version: folder / str(version) for version in range(4)}
 
 
 @pytest_asyncio.fixture
@@ -110,6 +110,31 @@ async def test_a_held_or_outdated_server_takes_nothing(
         assert (await server.update(trainer, 1)).status_code == 200
         (group,) = await groups_published(redis, 1)
         check_group(group, version=1)
+
+
+async def test_updates_in_mid_generation_keep_the_group_with_exact_spans(
+    redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
+) -> None:
+    """Each pause mode once, all within the same four completions."""
+    document = job_document(
+        checkpoint, sampling={"context_length": 1024, "max_response_tokens": 600}
+    )
+    async with rollout_process(redis_url, free_port, tmp_path) as server:
+        await announce_job(redis, trainer, document)
+        await serve_version(server, redis, trainer, 0)
+        endless = make_prompt(0).sampling.model_copy(
+            update={"max_response_tokens": 600, "stop_token_ids": []}
+        )
+        await publish(redis, topology.prompts(JOB_ID), make_prompt(0, sampling=endless).pack())
+        for version, mode in enumerate(("in_place", "retract", "abort"), start=1):
+            await eventually(lambda: server.has(running=4), "the group to run")
+            result = await server.update(trainer, version, mode=mode)
+            assert result.status_code == 200, result.text
+        (group,) = await groups_published(redis, 1)
+        for rollout in group.rollouts:
+            assert [span.policy_version for span in rollout.version_spans] == [0, 1, 2, 3]
+            assert len(rollout.response_token_ids) == 600
+            assert rollout.finish_reason == "length"
 
 
 async def test_a_dead_engine_ends_the_process_and_loses_nothing(
@@ -231,7 +256,7 @@ async def groups_published(redis: Redis, num: int) -> list[RolloutGroup]:
     async def enough() -> bool:
         return len(await published_groups(redis)) >= num
 
-    await eventually(enough, f"{num} groups", 30)
+    await eventually(enough, f"{num} groups", 60)
     groups = await published_groups(redis)
     assert len(groups) == num
     return groups
