@@ -1,5 +1,8 @@
 r"""Cases by kind, each as (answer, gold); the answer is put in a box."""
 
+import contextlib
+import random
+
 import pytest
 
 from services.reward.graders.math import grade
@@ -205,3 +208,19 @@ def test_a_gold_that_means_nothing_to_algebra_still_matches_its_text() -> None:
 def test_the_outcome_says_what_was_read() -> None:
     outcome = grade("Thus $\\boxed{14}$.", "13")
     assert outcome == Score(value=0.0, extracted="14", reason="box: compared by value")
+
+
+PIECES = [
+    "1", "2", "13", "x", "n", "+", "-", "/", "^", "_", "{", "}", "(", ")", "[", "]", r"\frac", "0",
+    r"\sqrt", r"\pi", ",", ";", "=", "<", r"\le", r"\text{ or }", r"\text{cm}", r"\%", r"\$", r"\{",
+    r"\}", r"\cup", r"\pm", "!", ".", ":", r"\in", r"\infty", "&", r"\\", "i", "e", r"\sin", "|",
+    r"\boxed{", "Answer:", "°", "½", "²", r"\left", r"\cdot", "and", "or",
+]  # fmt: skip
+
+
+def test_garbage_never_breaks_the_grader() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        answer, gold = ("".join(rng.choices(PIECES, k=rng.randint(1, 9))) for _ in range(2))
+        with contextlib.suppress(ValueError):  # what a gold that cannot be read is answered with
+            assert isinstance(grade(f"\\boxed{{{answer}}}", gold), Score | Unparseable)
