@@ -73,14 +73,19 @@ def same_by_verify(gold: str, answer: str) -> bool:
 
 
 def _read_gold(text: str) -> Basic | MatrixBase:
-    try:
-        screen(text)
-    except TooLarge as err:
-        raise ValueError(f"gold {text[:80]!r} is too large to evaluate") from err
+    refuse_large_gold(text)
     expression = read_expression(text)
     if expression is None:
         raise ValueError(f"gold {text[:80]!r} is not an expression")
     return expression
+
+
+def refuse_large_gold(text: str) -> None:
+    """ValueError for a gold that is compared as text or not at all."""
+    try:
+        screen(text)
+    except (TooLarge, Unreadable) as err:
+        raise ValueError(f"gold {text[:80]!r} is too large to evaluate: {err}") from err
 
 
 @lru_cache(maxsize=512)  # the gold is the same for every sample of a group

@@ -22,7 +22,7 @@ An answer that is found but cannot be read is `unparseable`. One too large to ev
 
 from functools import lru_cache
 
-from services.reward.graders.algebra import same_by_verify, same_value
+from services.reward.graders.algebra import refuse_large_gold, same_by_verify, same_value
 from services.reward.graders.extraction import NoAnswer, find_answer
 from services.reward.graders.forms import (
     Assigned,
@@ -87,6 +87,7 @@ def _compare(gold: Form, answer: str) -> tuple[bool, str]:
     try:
         return same(gold, read_form(answer)), "compared by value"
     except TooLarge as err:
+        refuse_large_gold(gold.text)
         return False, f"too large to evaluate: {err}"
 
 

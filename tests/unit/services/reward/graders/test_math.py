@@ -205,6 +205,14 @@ def test_a_gold_that_means_nothing_to_algebra_still_matches_its_text() -> None:
         boxed("x+7", r"\mathbb{Z}^4")
 
 
+def test_a_gold_too_large_to_evaluate_matches_its_text_alone() -> None:
+    assert boxed(r"9^{9^{9}}", r"9^{9^{9}}") == 1.0
+    assert boxed("7", r"9^{9^{9}}") == 0.0
+    for answer in (r"9^{9^{8}}", r"9^{7}"):
+        with pytest.raises(ValueError, match="is too large to evaluate"):
+            boxed(answer, r"9^{9^{9}}")
+
+
 def test_the_outcome_says_what_was_read() -> None:
     outcome = grade("Thus $\\boxed{14}$.", "13")
     assert outcome == Score(value=0.0, extracted="14", reason="box: compared by value")
