@@ -117,13 +117,13 @@ async def test_updates_in_mid_generation_keep_the_group_with_exact_spans(
 ) -> None:
     """Each pause mode once, all within the same four completions."""
     document = job_document(
-        checkpoint, sampling={"context_length": 1024, "max_response_tokens": 600}
+        checkpoint, sampling={"context_length": 1024, "max_response_tokens": 400}
     )
     async with rollout_process(redis_url, free_port, tmp_path) as server:
         await announce_job(redis, trainer, document)
         await serve_version(server, redis, trainer, 0)
         endless = make_prompt(0).sampling.model_copy(
-            update={"max_response_tokens": 600, "stop_token_ids": []}
+            update={"max_response_tokens": 400, "stop_token_ids": []}
         )
         await publish(redis, topology.prompts(JOB_ID), make_prompt(0, sampling=endless).pack())
         for version, mode in enumerate(("in_place", "retract", "abort"), start=1):
@@ -133,7 +133,7 @@ async def test_updates_in_mid_generation_keep_the_group_with_exact_spans(
         (group,) = await groups_published(redis, 1)
         for rollout in group.rollouts:
             assert [span.policy_version for span in rollout.version_spans] == [0, 1, 2, 3]
-            assert len(rollout.response_token_ids) == 600
+            assert len(rollout.response_token_ids) == 400
             assert rollout.finish_reason == "length"
 
 
@@ -185,7 +185,7 @@ async def test_sigterm_finishes_what_runs_and_exits_0(
     assert await live_replicas(redis, "rollout") == []
 
 
-async def test_bad_prompts_are_buried_with_a_reason(
+async def test_bad_prompts_are_buried_and_a_killed_service_leaves_no_engine(
     redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
 ) -> None:
     async with rollout_process(redis_url, free_port, tmp_path) as server:
@@ -204,6 +204,14 @@ async def test_bad_prompts_are_buried_with_a_reason(
         assert any("token id 320 is outside the vocabulary of 320" in one for one in reasons)
         assert any("64 prompt tokens leave no room in a context of 64" in one for one in reasons)
         assert len(reasons) == 3
+
+        engine_pid = (await server.get("/v1/info"))["engine_pid"]
+        server.process.kill()
+
+        async def engine_is_gone() -> bool:
+            return not await asyncio.to_thread(Path(f"/proc/{engine_pid}/cmdline").exists)
+
+        await eventually(engine_is_gone, "the engine to follow its service")
 
 
 async def test_generate_and_score_over_http(

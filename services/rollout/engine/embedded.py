@@ -9,6 +9,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from services.rollout.models.deepseek_v4_weights import derive
 from shared.channel import Request, SyncChannel
 from shared.errors import ChannelClosed
 from shared.process import die_with_parent
-from shared.quant.activation import RELEASE, UNQUANTISED
+from shared.quant.activation import RELEASE, UNQUANTISED, ActivationQuant
 from shared.telemetry import configure_logging
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 from shared.weights.protocol import CommitUpdate
@@ -52,9 +53,8 @@ class EmbeddedEngine:
         self.spec = spec
         self.paused = False
         self.num_rebuilds = 0
-        quant = RELEASE if spec.quantise_activations else UNQUANTISED
         self.scheduler = Scheduler(
-            Sampler(spec.arch, quant),
+            Sampler(spec.arch, rounding_of(spec)),
             limits=Limits(max_running=spec.max_running_requests, max_tokens=spec.context_length),
         )
         self._build = derive
@@ -112,6 +112,13 @@ class EmbeddedEngine:
             )
         check_effective(self.spec.arch, version)
         return delta
+
+
+def rounding_of(spec: EngineSpec) -> ActivationQuant:
+    """As the release rounds; a linear whose weights are not quantised takes its input as it is."""
+    if not spec.quantise_activations:
+        return UNQUANTISED
+    return replace(RELEASE, linear=spec.arch.weight_format in ("fp8", "fp4"))
 
 
 class _Loop:
