@@ -53,6 +53,7 @@ def job(release: Path, **actor: Any) -> dict[str, Any]:
         "data": {"path": "unused.jsonl"},
         "sampling": {"context_length": 64, "max_response_tokens": 24},
         "update": {"max_shard_bytes": 2**20},
+        "bounds": {"max_mean_abs_delta_logprob": 10.0},
         "actor": {
             "dtype": "float32",
             "max_tokens_per_gpu": 512,
@@ -142,7 +143,7 @@ async def exported(channel: AsyncChannel, path: Path, version: int) -> dict[str,
 def read_version(path: Path, version: int, answer: dict[str, Any]) -> dict[str, torch.Tensor]:
     manifest = Manifest.model_validate_json((path / MANIFEST_FILE).read_bytes())
     assert (manifest.job_id, manifest.policy_version) == ("test-0000", version)
-    assert answer["num_bytes"] == manifest.num_bytes
+    assert answer["bytes"] == manifest.num_bytes
     shards = [(path / shard_file(shard.index)).read_bytes() for shard in manifest.shards]
     for shard, body in zip(manifest.shards, shards, strict=True):
         assert (len(body), xxhash.xxh3_128_hexdigest(body)) == (shard.num_bytes, shard.checksum)
@@ -302,6 +303,7 @@ async def test_a_killed_rank_is_noticed_and_leaves_nothing(release: Path, tmp_pa
         await channel.request("init", {"job_id": "j", "job": job(release)}, timeout_s=60)
         children = _children(process.pid)
         os.kill(process.pid, signal.SIGKILL)  # torchrun's agent: the ranks must not outlive it
+        await asyncio.wait_for(channel.closed.wait(), 20)
         with pytest.raises(ChannelClosed):
             await channel.request("score", {"sequences": [[1, 2]]}, timeout_s=20)
         assert children

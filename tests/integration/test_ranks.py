@@ -32,6 +32,7 @@ def make_job(checkpoint: Path = POLICY) -> Job:
             "model": {"rollout_checkpoint": str(checkpoint)},
             "data": {"path": "unused.jsonl"},
             "sampling": {"context_length": 64, "max_response_tokens": 24},
+            "bounds": {"max_mean_abs_delta_logprob": 100.0},
             "actor": {
                 "dtype": "float32",
                 "max_tokens_per_gpu": 512,

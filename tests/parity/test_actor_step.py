@@ -70,6 +70,7 @@ def job(release: Path, *, budget: int = 256, algorithm: Any = None, actor: Any =
             "data": {"path": "unused.jsonl"},
             "sampling": {"context_length": 64, "max_response_tokens": 24},
             "algorithm": algorithm or {},
+            "bounds": {"max_mean_abs_delta_logprob": 10.0},
             "actor": {
                 "dtype": "float32",
                 "max_tokens_per_gpu": budget,
@@ -235,6 +236,17 @@ def test_a_trained_router_moves_when_asked(release: Path) -> None:
     after = held(actor)
     assert not torch.equal(after["layers.2.ffn.gate.weight"], before["layers.2.ffn.gate.weight"])
     assert torch.equal(after["layers.2.ffn.gate.bias"], before["layers.2.ffn.gate.bias"])
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_policy_far_from_the_samplers_is_not_trained(release: Path, updates: int) -> None:
+    document = job(release, algorithm={"updates_per_batch": updates}).model_dump()
+    document["bounds"]["max_mean_abs_delta_logprob"] = 0.1
+    actor = Actor(Job.model_validate(document))
+    before = held(actor)
+    with pytest.raises(Rejected, match=r"mean \|delta log p\|.*= 0.1; the weights are unchanged"):
+        actor.train_step(batch())
+    assert all(torch.equal(before[name], tensor) for name, tensor in held(actor).items())
 
 
 def test_a_refused_step_can_be_followed_by_a_good_one(release: Path) -> None:

@@ -1,7 +1,7 @@
 """The actor of one rank: model, optimiser and what the conductor may ask of them.
 
 A step is refused (`Rejected`) with the weights as they were: bad tokens, too many unusable sampler
-log-probabilities, a loss or gradient that is not a number.
+log-probabilities, a policy too far from the sampler's, a loss or gradient that is not a number.
 """
 
 import time
@@ -83,6 +83,7 @@ class Actor:
         if updates > 1:
             with clock("logprobs"):
                 old = self._score(tokens.sequences, batch.temperature).logprobs
+            self._check_drift(old, tokens, batch.step)
         record, results = schedule.TokenRecord.empty(num_tokens), []
         for update in range(updates):
             part, places = tokens.part(update, updates)
@@ -171,6 +172,8 @@ class Actor:
             )
         with clock("optimizer"):
             self._check_finite(loss, batch.step, first=first)
+            if old is None:
+                self._check_drift(record.logprobs, tokens, batch.step)
             settings = self.job.actor.optimizer
             learning_rate = set_learning_rate(self.optimizer, settings, batch.step)
             _, grad_norm, _ = self.optimizer.step()
@@ -178,6 +181,15 @@ class Actor:
         return _UpdateResult(
             loss, float(grad_norm), learning_rate, record, len(micro_batches), padded
         )
+
+    def _check_drift(self, old: Tensor, tokens: ResponseTokens, step: int) -> None:
+        bound = self.job.bounds.max_mean_abs_delta_logprob
+        drift = drift_metrics(old, tokens.sampler, tokens.usable)["delta_logprob_mean"]
+        if not drift <= bound:
+            raise Rejected(
+                f"step {step}: mean |delta log p| between sampler and trainer is {drift:.4g}, "
+                f"above bounds.max_mean_abs_delta_logprob = {bound:g}; the weights are unchanged"
+            )
 
     def _check_finite(self, loss: float, step: int, *, first: bool) -> None:
         if np.isfinite(loss) and gradients_are_finite(self.wrapped):

@@ -80,7 +80,7 @@ class Operations:
         return {"logprobs": [row.tolist() for row in logprobs], **self._state()}
 
     def _export(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """{policy_version, path} -> {num_bytes, num_shards, num_tensors, seconds}."""
+        """{policy_version, path} -> {bytes, num_shards, num_tensors, seconds}."""
         began_s = time.perf_counter()
         actor = self.actor
         self._progress("export", actor.step)
@@ -94,7 +94,7 @@ class Operations:
             max_shard_bytes=actor.job.update.max_shard_bytes,
         )
         return {
-            "num_bytes": manifest.num_bytes,
+            "bytes": manifest.num_bytes,
             "num_shards": len(manifest.shards),
             "num_tensors": len(manifest.tensors),
             "seconds": time.perf_counter() - began_s,
