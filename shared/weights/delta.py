@@ -1,0 +1,234 @@
+"""What changed in a tensor since a base that the receiver holds: positions and values, no more.
+
+One optimiser step moves few of a quantised matrix's codes, but some in every part; so elements are
+sent, not blocks. A delta works on raw bytes and rebuilds them exactly, whatever they mean. Whether
+the base was the right one is not its business: the checksum of the result tells.
+
+    header | for every run of elements: header | positions | 4-bit steps | whole values
+
+Each run of a tensor takes what is smallest for it: positions as gaps of one or two bytes, or a
+bitmap where much has changed; values whole, or as steps where most move to a near neighbour in
+their format (codes of E4M3, numbers of BF16).
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import WeightsCorrupt
+
+Positions = Literal["gaps8", "gaps16", "bitmap"]
+Values = Literal["whole", "steps"]
+Buffer = bytes | bytearray | memoryview | NDArray[Any]
+Array = NDArray[Any]
+
+DEFAULT_MAX_SHARE = 0.5
+
+_FORMAT = 1
+_HEADER = struct.Struct("<BBxxxxxxQQ")  # format, bytes of an element, elements, changed ones
+_RUN = struct.Struct("<BBxxIII")  # two forms, changed elements, bytes of positions, whole values
+_RUN_ITEMS = 1 << 20  # so that what is made of a run stays in a cache
+_POSITIONS: tuple[Positions, ...] = ("gaps8", "gaps16", "bitmap")
+_VALUES: tuple[Values, ...] = ("whole", "steps")
+_GAPS: dict[Positions, np.dtype[Any]] = {"gaps8": np.dtype("<u1"), "gaps16": np.dtype("<u2")}
+_ELEMENTS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+_BIAS = 8  # a step of -7..7 is stored as 1..15; 0 sends the value whole
+_MAX_STEP = 7
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeader:
+    item_bytes: int
+    num_items: int
+    num_changed: int
+
+
+def encode_delta(
+    base: Buffer, new: Buffer, *, item_bytes: int, max_share: float = DEFAULT_MAX_SHARE
+) -> bytes | None:
+    """The bytes that turn `base` into `new`; None if they were more than `max_share` of `new`.
+
+    Both are raw bytes of one size, `item_bytes` (1, 2, 4 or 8) to an element.
+    """
+    old_N, new_N = _elements(base, item_bytes), _elements(new, item_bytes)
+    if len(old_N) != len(new_N):
+        raise ValueError(f"expected {len(old_N)} elements as in the base, found {len(new_N)}")
+    limit = max_share * new_N.nbytes
+    parts, size, num_changed = [b""], _HEADER.size, 0
+    for run in _runs(len(new_N)):
+        changed, run_parts = _encode_run(old_N[run], new_N[run])
+        parts += run_parts
+        num_changed += changed
+        size += sum(map(len, run_parts))
+        if size > limit:
+            return None
+    parts[0] = _HEADER.pack(_FORMAT, item_bytes, len(new_N), num_changed)
+    return b"".join(parts) if size <= limit else None
+
+
+def apply_delta(base: Buffer, delta: Buffer, *, out: Array | None = None) -> NDArray[np.uint8]:
+    """The bytes that `encode_delta` was given as new.
+
+    `out` (uint8, as long as `base`) takes them and may be the base itself, which is then half
+    changed if the delta turns out to be damaged: WeightsCorrupt.
+    """
+    header = read_header(delta)
+    old_N = _elements(base, header.item_bytes)
+    if len(old_N) != header.num_items:
+        raise WeightsCorrupt(f"a delta of {header.num_items} elements, a base of {len(old_N)}")
+    result = np.empty(old_N.nbytes, np.uint8) if out is None else out
+    result_N = result.view(old_N.dtype)
+    same = result_N.ctypes.data == old_N.ctypes.data
+    reader = _Reader(np.frombuffer(delta, np.uint8)[_HEADER.size :])
+    num_changed = 0
+    for run in _runs(len(old_N)):
+        if not same:
+            np.copyto(result_N[run], old_N[run])
+        num_changed += _apply_run(result_N[run], reader)
+    if num_changed != header.num_changed or len(reader.rest):
+        raise WeightsCorrupt(
+            f"a delta of {header.num_changed} changes has {num_changed} of them, "
+            f"and {len(reader.rest)} bytes too much"
+        )
+    return result
+
+
+def read_header(delta: Buffer) -> DeltaHeader:
+    """WeightsCorrupt if these bytes are no delta."""
+    raw = np.frombuffer(delta, np.uint8)
+    if len(raw) < _HEADER.size or raw[0] != _FORMAT or raw[1] not in _ELEMENTS:
+        raise WeightsCorrupt(f"{len(raw)} bytes that are no delta")
+    _, *fields = _HEADER.unpack(raw[: _HEADER.size].tobytes())
+    return DeltaHeader(*fields)
+
+
+def _elements(raw: Buffer, item_bytes: int) -> Array:
+    if item_bytes not in _ELEMENTS:
+        raise ValueError(f"item_bytes: expected one of {list(_ELEMENTS)}, found {item_bytes}")
+    flat = np.frombuffer(raw, np.uint8)
+    if len(flat) % item_bytes:
+        raise ValueError(f"{len(flat)} bytes are no multiple of {item_bytes}")
+    return flat.view(_ELEMENTS[item_bytes])
+
+
+def _runs(num_items: int) -> Iterator[slice]:
+    for begin in range(0, num_items, _RUN_ITEMS):
+        yield slice(begin, min(begin + _RUN_ITEMS, num_items))
+
+
+def _encode_run(old: Array, new: Array) -> tuple[int, list[bytes]]:
+    """(changed elements, header and bodies)."""
+    differs = old != new
+    at = np.flatnonzero(differs)
+    positions, position_bytes = _encode_positions(at, differs)
+    values, step_bytes, whole = _encode_values(old[at], new[at])
+    forms = _POSITIONS.index(positions), _VALUES.index(values)
+    header = _RUN.pack(*forms, len(at), len(position_bytes), len(whole))
+    return len(at), [header, position_bytes, step_bytes, whole.tobytes()]
+
+
+def _encode_positions(at: NDArray[np.int64], differs: Array) -> tuple[Positions, bytes]:
+    gaps = np.empty(len(at), np.int32)
+    if len(at):
+        gaps[0] = at[0]
+        np.subtract(at[1:], at[:-1] + 1, out=gaps[1:], casting="unsafe")
+    costs: dict[Positions, int] = {"bitmap": (len(differs) + 7) // 8}
+    for name, dtype in _GAPS.items():
+        full = np.iinfo(dtype).max
+        skips = int((gaps[gaps >= full] // full).sum())
+        costs[name] = dtype.itemsize * (len(gaps) + skips)
+    best = min(_POSITIONS, key=lambda name: costs[name])
+    if best == "bitmap":
+        return best, np.packbits(differs).tobytes()
+    return best, _encode_gaps(gaps, _GAPS[best]).tobytes()
+
+
+def _encode_gaps(gaps: NDArray[np.int32], dtype: np.dtype[Any]) -> Array:
+    """A full number skips as many elements as it says; another one skips and then marks one."""
+    full = np.iinfo(dtype).max
+    wide = np.flatnonzero(gaps >= full)
+    if not len(wide):
+        return gaps.astype(dtype)
+    skips, rest = np.divmod(gaps[wide], full)
+    gaps[wide] = rest
+    return np.insert(gaps.astype(dtype), np.repeat(wide, skips), full)
+
+
+def _encode_values(old: Array, new: Array) -> tuple[Values, bytes, Array]:
+    """(form, 4-bit steps, values that are sent whole)."""
+    codes = new - old + new.dtype.type(_BIAS)  # wraps around, as the decoder does
+    is_whole = (codes < _BIAS - _MAX_STEP) | (codes > _BIAS + _MAX_STEP)
+    num_whole = int(np.count_nonzero(is_whole))
+    if (len(new) + 1) // 2 + num_whole * new.itemsize >= new.nbytes:
+        return "whole", b"", new
+    codes[is_whole] = 0
+    pairs = np.zeros(len(codes) + len(codes) % 2, np.uint8)
+    pairs[: len(codes)] = codes
+    return "steps", (pairs[0::2] | pairs[1::2] << 4).tobytes(), new[is_whole]
+
+
+class _Reader:
+    """Takes bytes from the front; WeightsCorrupt when they are too few."""
+
+    def __init__(self, raw: NDArray[np.uint8]) -> None:
+        self.rest = raw
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        if num_bytes > len(self.rest):
+            raise WeightsCorrupt(f"a delta ends {num_bytes - len(self.rest)} bytes too early")
+        taken, self.rest = self.rest[:num_bytes], self.rest[num_bytes:]
+        return taken
+
+    def fields(self) -> tuple[int, ...]:
+        """The header of a run."""
+        return _RUN.unpack(self.take(_RUN.size).tobytes())
+
+
+def _apply_run(result: Array, reader: _Reader) -> int:
+    """Change `result`, which holds the base; how many elements."""
+    positions, values, num_changed, position_bytes, num_whole = reader.fields()
+    if positions >= len(_POSITIONS) or values >= len(_VALUES):
+        raise WeightsCorrupt(f"a delta of unknown form ({positions}, {values})")
+    at = _decode_positions(reader.take(position_bytes), _POSITIONS[positions], len(result))
+    if len(at) != num_changed or (num_changed and at[-1] >= len(result)):
+        raise WeightsCorrupt(f"positions are not of {num_changed} in {len(result)} elements")
+    is_steps = _VALUES[values] == "steps"
+    pairs = reader.take((num_changed + 1) // 2 if is_steps else 0)
+    whole = reader.take(num_whole * result.itemsize).view(result.dtype)
+    if is_steps:
+        whole = _decode_steps(pairs, whole, result[at])
+    if len(whole) != num_changed:
+        raise WeightsCorrupt(f"{len(whole)} values for {num_changed} positions")
+    result[at] = whole
+    return num_changed
+
+
+def _decode_positions(raw: NDArray[np.uint8], form: Positions, num_items: int) -> NDArray[np.int64]:
+    if form == "bitmap":
+        if len(raw) != (num_items + 7) // 8:
+            raise WeightsCorrupt(f"a bitmap of {len(raw)} bytes for {num_items} elements")
+        return np.flatnonzero(np.unpackbits(raw, count=num_items).view(np.bool_))
+    dtype = _GAPS[form]
+    if len(raw) % dtype.itemsize:
+        raise WeightsCorrupt(f"{len(raw)} bytes of gaps of {dtype.itemsize}")
+    stream = np.frombuffer(raw.tobytes(), dtype)
+    marks = stream != np.iinfo(dtype).max
+    ends = np.cumsum(stream + marks.astype(np.int64))
+    at: NDArray[np.int64] = ends[marks] - 1
+    return at
+
+
+def _decode_steps(pairs: NDArray[np.uint8], whole: Array, old: Array) -> Array:
+    codes = np.empty(2 * len(pairs), np.uint8)
+    codes[0::2], codes[1::2] = pairs & 0xF, pairs >> 4
+    codes = codes[: len(old)]
+    is_whole = codes == 0
+    if np.count_nonzero(is_whole) != len(whole):
+        raise WeightsCorrupt(f"{np.count_nonzero(is_whole)} values are whole, found {len(whole)}")
+    values: Array = old + codes.astype(old.dtype) - old.dtype.type(_BIAS)
+    values[is_whole] = whole
+    return values
