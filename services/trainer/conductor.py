@@ -22,6 +22,7 @@ from services.trainer.beside import running_beside
 from services.trainer.collector import StepStarved
 from services.trainer.events import follow_events
 from services.trainer.keeper import StepRefused
+from services.trainer.publisher import VersionRefused
 from services.trainer.stopwatch import Stopwatch
 from shared.errors import DeadlineExceeded, TandemError
 from shared.registry import live_replicas
@@ -55,7 +56,7 @@ class Conductor:
         p.record.note(p.events("job_started", job=document, step=p.books.last_step()))
         await self._announce()
         await self._restore()
-        workers = (self._follow, p.collector.run, p.publisher.run, p.evals.run, self._watch)
+        workers = (self._follow, p.collector.run, self._offer, p.evals.run, self._watch)
         async with running_beside(workers, goodbye_s=p.config.goodbye_s):
             await self._start_publishing()
             await p.watch.audit()
@@ -328,6 +329,12 @@ class Conductor:
     async def _follow(self, stop: asyncio.Event) -> None:
         p = self.parts
         await follow_events(p.redis, p.job_id, p.record, p.evals.on_event, stop)
+
+    async def _offer(self, stop: asyncio.Event) -> None:
+        try:
+            await self.parts.publisher.run(stop)
+        except VersionRefused as err:
+            raise JobPaused(str(err)) from err
 
     async def _watch(self, stop: asyncio.Event) -> None:
         await self.parts.watch.run(stop, announce_again=self._announce_again)

@@ -14,6 +14,7 @@ from shared.weights.protocol import Probe, ProbeSequence
 
 PROBE_TEMPERATURE = 1.0
 PROBE_NOTE = "probe"
+PROMPT_BOUND_FACTOR = 4.0
 MAX_PROBE_TOKENS = 128  # of context, and of compared tokens
 
 
@@ -51,7 +52,8 @@ class Exporter:
     def settle_probe(self, batch: TrainingBatch) -> None:
         """From the first batch on the probe is made of responses, one of each of its first groups.
 
-        Nobody trains the tokens of prompts, so there the two policies may honestly part.
+        Before, there are only prompts. Their tokens may be most unlikely ones to a policy, and
+        there quantisation alone moves log-probabilities far: the bound is looser.
         """
         if self._is_settled or not self._num_sequences:
             return
@@ -97,7 +99,8 @@ class Exporter:
             )
             for one, logprobs in zip(self._probe, scores, strict=True)
         ]
-        probe = Probe(sequences=sequences, max_mean_abs_delta=self._max_delta)
+        bound = self._max_delta * (1.0 if self._is_settled else PROMPT_BOUND_FACTOR)
+        probe = Probe(sequences=sequences, max_mean_abs_delta=bound)
         self._store.keep_probe(version, probe)
 
 

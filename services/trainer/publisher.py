@@ -11,15 +11,17 @@ in parallel; a slow or dead one costs the others nothing. The first commit of a 
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import structlog
+from prometheus_client import Counter
 from redis.asyncio import Redis
 
 from services.trainer.events import EventLog, EventMaker
+from services.trainer.servers import MAX_REFUSALS, Server
+from services.trainer.stopwatch import Stopwatch
+from services.trainer.transactions import Transaction, UpdateFailed, is_refusal
 from services.trainer.versions import VersionStore
 from shared import topology
 from shared.errors import DeadlineExceeded, HttpFailed, TandemError
@@ -30,39 +32,14 @@ from shared.registry import Replica, live_replicas
 from shared.tasks import end, wait_for_event
 from shared.telemetry import counter, gauge, now_s
 from shared.weights.manifest import Manifest
-from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
+from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate
 
 log = structlog.get_logger()
-POLL_S = 0.05
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
-REGISTRY_DELAY_S = 3.0  # a record may be this much older than what a commit answered
-CALL_S = 10.0
 NOT_READY = ("idle", "starting", "stopped")
 
 
-class UpdateFailed(TandemError):
-    """A server said that an update cannot be applied, or said something else than asked."""
-
-
-@dataclass(slots=True)
-class _Server:
-    """What we know of one live replica."""
-
-    record: Replica
-    version: int | None = None
-    committed_at_s: float = -REGISTRY_DELAY_S
-    failures: int = 0
-    retry_at_s: float = 0.0
-    updating_to: int | None = None
-    task: asyncio.Task[None] | None = field(default=None, repr=False)
-
-    @property
-    def is_updating(self) -> bool:
-        return self.task is not None and not self.task.done()
-
-    def is_going_to(self, version: int) -> bool:
-        return self.is_updating and self.updating_to == version and self.version != version
+class VersionRefused(TandemError):
+    """Every live server says that the version cannot be served."""
 
 
 class Publisher:
@@ -94,11 +71,11 @@ class Publisher:
         self._holds = holds
         self._canary = canary
         self._interval_s = interval_s
-        self._servers: dict[str, _Server] = {}
+        self._servers: dict[str, Server] = {}
         self._slots = asyncio.Semaphore(max_parallel)
         self._first_commit = asyncio.Lock()
         self._accepted: set[int] = set()  # versions that some server has committed
-        self._announced_at_s = 0.0
+        self._announced_at_s: float | None = None
         self._wake = asyncio.Event()
         self._moved = asyncio.Event()
 
@@ -132,7 +109,8 @@ class Publisher:
 
     def describe(self) -> dict[str, str]:
         """What each server is at, for people: 'serving 3, held', 'updating to 4'."""
-        return {name: self._describe(name, one) for name, one in sorted(self._servers.items())}
+        holds = self._holds()
+        return {name: one.describe(holds.get(name)) for name, one in self._by_name()}
 
     async def wait_served(self, version: int, *, deadline_s: float) -> bool:
         """Whether a server came to serve `version` in time, or every live one is held elsewhere."""
@@ -157,7 +135,10 @@ class Publisher:
             await wait_for_event(self._moved, left_s)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Reconcile until `stop`, then end what is in flight."""
+        """Reconcile until `stop`, then end what is in flight.
+
+        Raises `VersionRefused` when each server has refused the current version several times.
+        """
         try:
             while not stop.is_set():
                 self._wake.clear()
@@ -178,22 +159,34 @@ class Publisher:
             target = self._holds().get(name, self.current)
             if target is None or server.version == target or server.is_updating:
                 continue
-            if time.monotonic() >= server.retry_at_s and self._store.manifest(target) is not None:
+            if not server.is_quarantined and self._store.manifest(target) is not None:
                 server.updating_to = target
                 server.task = asyncio.create_task(
                     self._bring(server, target), name=f"update {name}"
                 )
         self._delete_unneeded()
+        self._check_refusals()
 
-    async def _known(self, replica: Replica) -> _Server:
+    def _check_refusals(self) -> None:
+        version = self.current
+        if version is None or version in self._accepted or not self._servers:
+            return
+        if all(one.has_refused(version) for one in self._servers.values()):
+            told = "; ".join(f"{name}: {one.last_error}" for name, one in self._by_name())
+            raise VersionRefused(
+                f"version {version} was refused {MAX_REFUSALS} times by every server. {told}"
+            )
+
+    async def _known(self, replica: Replica) -> Server:
         server = self._servers.get(replica.name)
-        if server is None or server.record.pid != replica.pid or server.record.url != replica.url:
+        if server is None or not server.is_same(replica):
             await self._forget(replica.name)
-            server = self._servers[replica.name] = _Server(replica, replica.policy_version)
+            server = self._servers[replica.name] = Server(replica, replica.policy_version)
             self._moved.set()
-        server.record = replica
-        if time.monotonic() - server.committed_at_s > REGISTRY_DELAY_S:
-            server.version = replica.policy_version
+        server.look_at(replica)
+        if server.task is not None and server.task.done():
+            server.task.result()  # what no transaction should raise ends the job
+            server.task = None
         return server
 
     async def _forget(self, name: str) -> None:
@@ -216,133 +209,86 @@ class Publisher:
         if gone:
             log.info("versions_deleted", policy_versions=gone)
 
-    async def _bring(self, server: _Server, version: int) -> None:
+    async def _bring(self, server: Server, version: int) -> None:
         """One transaction; whatever goes wrong, the server is left on what it serves."""
-        began_s = time.monotonic()
-        stage_s = 0.0
+        deadline_s = self._update.deadline_s
+        update = Transaction(self._http, server_url=server.record.url, deadline_s=deadline_s)
         try:
             async with self._slots:
                 manifest = self._store.manifest(version)
-                if manifest is None or await self._serves_already(server, version):
+                if manifest is None:
+                    return  # deleted meanwhile: it is no target any more
+                if await update.serves_already(self._job_id, version):
+                    self._note_served(server, version)
                     return
-                await self._stage(server, manifest)
-                stage_s = time.monotonic() - began_s
-                result = await self._commit(server, version)
+                watch = Stopwatch()
+                with watch.part("stage_s"):
+                    await update.stage(self._begin(manifest))
+                result = await self._commit(update, version)
         except (HttpFailed, UpdateFailed, DeadlineExceeded) as err:
-            await self._abort(server, version)
-            self._quarantine(server, version, str(err))
+            await update.abort(version)
+            self._note_failed(server, version, err)
         else:
-            self._committed(server, version)
-            self._record.note(
-                self._events(
-                    "update_committed",
-                    server=server.record.name,
-                    policy_version=version,
-                    stage_s=stage_s,
-                    bytes=manifest.num_bytes,
-                    seconds=time.monotonic() - began_s,
-                    **result.model_dump(exclude={"version"}),
-                )
-            )
-            self._note_published(version, manifest)
+            self._note_served(server, version)
+            self._note_committed(server, manifest, watch, result)
 
-    async def _serves_already(self, server: _Server, version: int) -> bool:
-        """The registry lags; the server itself knows."""
-        info = await self._http.get(f"{server.record.url}/v1/info", timeout_s=CALL_S)
-        if (
-            info.get("policy_version") != version
-            or info.get("job_id", self._job_id) != self._job_id
-        ):
-            return False
-        self._committed(server, version)
-        return True
-
-    async def _stage(self, server: _Server, manifest: Manifest) -> None:
-        """Have the server pull and verify the shards; the old version serves meanwhile."""
-        deadline_s = self._update.deadline_s
-        ends_s = time.monotonic() + deadline_s
-        updates = f"{server.record.url}/v1/weights/updates"
-        begin = BeginUpdate(
+    def _begin(self, manifest: Manifest) -> BeginUpdate:
+        return BeginUpdate(
             job_id=self._job_id,
             version=manifest.policy_version,
             manifest=manifest,
             sources=[self._trainer_url],
         )
-        body = begin.model_dump(mode="json")
-        answer = await self._http.post(updates, body, timeout_s=CALL_S, idempotent=True)
-        status = UpdateStatus.model_validate(answer)
-        while status.state not in ("staged", "active"):
-            if status.state in ("failed", "aborted"):
-                raise UpdateFailed(f"staging {status.state}: {status.error}")
-            if time.monotonic() > ends_s:
-                what = f"{server.record.name} to stage version {manifest.policy_version}"
-                progress = f"{status.staged_bytes} of {status.total_bytes} bytes"
-                raise DeadlineExceeded(f"{what} ({progress})", deadline_s)
-            await asyncio.sleep(POLL_S)
-            answer = await self._http.get(f"{updates}/{manifest.policy_version}", timeout_s=CALL_S)
-            status = UpdateStatus.model_validate(answer)
 
-    async def _commit(self, server: _Server, version: int) -> CommitResult:
+    async def _commit(self, update: Transaction, version: int) -> CommitResult:
         """Activate. As long as no server has accepted the version they try one at a time."""
+        probe = self._store.probe(version)
+        commit = CommitUpdate(pause_mode=self._update.pause_mode, probe=probe)
         if self._canary and version not in self._accepted:
             async with self._first_commit:
                 if version not in self._accepted:
-                    result = await self._commit_now(server, version)
+                    result = await update.commit(version, commit)
                     self._accepted.add(version)
                     return result
-        return await self._commit_now(server, version)
+        return await update.commit(version, commit)
 
-    async def _commit_now(self, server: _Server, version: int) -> CommitResult:
-        commit = CommitUpdate(pause_mode=self._update.pause_mode, probe=self._store.probe(version))
-        answer = await self._http.post(
-            f"{server.record.url}/v1/weights/updates/{version}/commit",
-            commit.model_dump(mode="json"),
-            timeout_s=self._update.deadline_s,
-        )
-        result = CommitResult.model_validate(answer)
-        if result.version != version:
-            raise UpdateFailed(f"commit of {version} was answered for version {result.version}")
-        return result
-
-    async def _abort(self, server: _Server, version: int) -> None:
-        """Best effort: a server that does not hear it drops the update at its next one."""
-        with contextlib.suppress(HttpFailed):
-            url = f"{server.record.url}/v1/weights/updates/{version}"
-            await self._http.request("DELETE", url, timeout_s=CALL_S)
-
-    def _committed(self, server: _Server, version: int) -> None:
-        server.version = version
-        server.committed_at_s = time.monotonic()
-        server.failures = 0
+    def _note_served(self, server: Server, version: int) -> None:
+        self._accepted.add(version)
+        server.note_committed(version)
         self._moved.set()
-        counter("trainer_updates_total", "Weight updates.", ("outcome",)).labels("committed").inc()
 
-    def _quarantine(self, server: _Server, version: int, error: str) -> None:
-        """The server gets no update for a while, longer each time."""
-        backoff_s = min(FIRST_BACKOFF_S * 2**server.failures, MAX_BACKOFF_S)
-        server.failures += 1
-        server.retry_at_s = time.monotonic() + backoff_s
-        server.updating_to = None
-        self._moved.set()
-        counter("trainer_updates_total", "Weight updates.", ("outcome",)).labels("failed").inc()
-        name = server.record.name
-        log.warning("update_failed", server=name, policy_version=version, error=error)
+    def _note_committed(
+        self, server: Server, manifest: Manifest, watch: Stopwatch, result: CommitResult
+    ) -> None:
+        updates_total().labels("committed").inc()
         self._record.note(
             self._events(
-                "update_failed",
-                server=name,
-                policy_version=version,
-                error=error,
-                retry_in_s=backoff_s,
+                "update_committed",
+                server=server.name,
+                policy_version=manifest.policy_version,
+                bytes=manifest.num_bytes,
+                seconds=watch.total_s,
+                **watch.parts,
+                **result.model_dump(exclude={"version"}),
             )
         )
+        self._note_published(manifest)
 
-    def _note_published(self, version: int, manifest: Manifest) -> None:
+    def _note_failed(self, server: Server, version: int, err: TandemError) -> None:
+        updates_total().labels("failed").inc()
+        backoff_s = server.note_failed(version, str(err), is_refusal=is_refusal(err))
+        self._moved.set()
+        what = {"server": server.name, "policy_version": version, "error": str(err)}
+        log.warning("update_failed", **what)
+        self._record.note(self._events("update_failed", **what, retry_in_s=backoff_s))
+
+    def _note_published(self, manifest: Manifest) -> None:
         """Told once per version: when its first server serves it."""
-        if version != self.current or self._announced_at_s == 0.0:
+        version = manifest.policy_version
+        if version != self.current or self._announced_at_s is None:
             return
         seconds = time.monotonic() - self._announced_at_s
-        self._announced_at_s = 0.0
+        self._announced_at_s = None
         self._record.note(
             self._events(
                 "weights_published",
@@ -353,15 +299,9 @@ class Publisher:
             )
         )
 
-    def _describe(self, name: str, server: _Server) -> str:
-        if server.is_updating:
-            told = f"updating to {server.updating_to}"
-        elif server.version is None:
-            told = "without weights"
-        else:
-            told = f"serving {server.version}"
-        if name in self._holds():
-            told += f", held at {self._holds()[name]}"
-        if server.failures:
-            told += f", {server.failures} failed updates"
-        return told
+    def _by_name(self) -> list[tuple[str, Server]]:
+        return sorted(self._servers.items())
+
+
+def updates_total() -> Counter:
+    return counter("trainer_updates_total", "Weight updates.", ("outcome",))

@@ -223,6 +223,19 @@ async def test_first_commit_of_a_version_goes_alone(redis: Redis, tmp_path: Path
         check_books(world).close()
 
 
+async def test_version_that_every_server_refuses_pauses_the_job(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=2) as world:
+        for server in world.servers.values():
+            server.fail_commits = 100
+        conductor = world.conductor()
+        with pytest.raises(JobPaused, match=r"version 0 was refused 3 times by every .*probe"):
+            await conductor.run()
+        await conductor.close("paused")
+        assert not world.history
+
+
 async def test_evaluated_versions_are_pinned(redis: Redis, tmp_path: Path) -> None:
     section = {
         "suite": "s",

@@ -1,0 +1,86 @@
+"""What the publisher knows of one live rollout server."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from shared.registry import Replica
+
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+REGISTRY_DELAY_S = 3.0  # a record may be this much older than what a commit answered
+MAX_REFUSALS = 3  # of one version, by each server, before that is the job's problem
+
+
+@dataclass(slots=True)
+class Server:
+    record: Replica
+    version: int | None = None
+    updating_to: int | None = None
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+    failures: int = 0  # in a row
+    last_error: str = ""
+    retry_at_s: float = 0.0
+    _committed_at_s: float = -REGISTRY_DELAY_S
+    _refused: tuple[int, int] = (-1, 0)  # a version, and how often in a row
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def is_updating(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    @property
+    def is_quarantined(self) -> bool:
+        return time.monotonic() < self.retry_at_s
+
+    def is_same(self, record: Replica) -> bool:
+        """Whether the record is of this process, not of one that took its name over."""
+        return (self.record.pid, self.record.url) == (record.pid, record.url)
+
+    def is_going_to(self, version: int) -> bool:
+        return self.is_updating and self.updating_to == version and self.version != version
+
+    def has_refused(self, version: int) -> bool:
+        refused, times = self._refused
+        return refused == version and times >= MAX_REFUSALS
+
+    def look_at(self, record: Replica) -> None:
+        """Take over what the registry says, unless a commit's answer is newer."""
+        self.record = record
+        if time.monotonic() - self._committed_at_s > REGISTRY_DELAY_S:
+            self.version = record.policy_version
+
+    def note_committed(self, version: int) -> None:
+        self.version = version
+        self._committed_at_s = time.monotonic()
+        self.failures = 0
+        self.last_error = ""
+
+    def note_failed(self, version: int, error: str, *, is_refusal: bool) -> float:
+        """Quarantine the server, longer each time; for how many seconds."""
+        if is_refusal:
+            before, times = self._refused
+            self._refused = (version, times + 1 if before == version else 1)
+        backoff_s = min(FIRST_BACKOFF_S * 2.0**self.failures, MAX_BACKOFF_S)
+        self.failures += 1
+        self.last_error = error
+        self.retry_at_s = time.monotonic() + backoff_s
+        self.updating_to = None
+        return backoff_s
+
+    def describe(self, held_at: int | None) -> str:
+        """For people. Example: 'serving 3, held at 3'."""
+        if self.is_updating:
+            told = f"updating to {self.updating_to}"
+        elif self.version is None:
+            told = "without weights"
+        else:
+            told = f"serving {self.version}"
+        if held_at is not None:
+            told += f", held at {held_at}"
+        if self.failures:
+            told += f", {self.failures} failed updates, the last: {self.last_error}"
+        return told

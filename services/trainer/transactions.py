@@ -1,0 +1,88 @@
+"""One update of one server: begin, poll until it has staged everything, commit, or abort."""
+
+import asyncio
+import contextlib
+import time
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from shared.errors import DeadlineExceeded, HttpFailed, TandemError
+from shared.http import HttpClient
+from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
+
+M = TypeVar("M", bound=BaseModel)
+POLL_S = 0.05
+CALL_S = 10.0
+
+
+class UpdateFailed(TandemError):
+    """A server said that an update cannot be applied, or nothing that we understand."""
+
+
+class _Info(BaseModel):
+    job_id: str | None = None
+    policy_version: int | None = None
+
+
+class Transaction:
+    """Every method may raise `HttpFailed`, `UpdateFailed` or `DeadlineExceeded`."""
+
+    def __init__(self, http: HttpClient, *, server_url: str, deadline_s: float) -> None:
+        self._http = http
+        self._url = server_url
+        self._deadline_s = deadline_s
+
+    async def serves_already(self, job_id: str, version: int) -> bool:
+        """The registry lags; the server itself knows."""
+        answer = await self._http.get(f"{self._url}/v1/info", timeout_s=CALL_S)
+        info = _read(_Info, answer)
+        return info.policy_version == version and info.job_id in (None, job_id)
+
+    async def stage(self, begin: BeginUpdate) -> None:
+        """Have the server pull and verify the shards; its old version serves meanwhile."""
+        ends_s = time.monotonic() + self._deadline_s
+        updates = f"{self._url}/v1/weights/updates"
+        body = begin.model_dump(mode="json")
+        answer = await self._http.post(updates, body, timeout_s=CALL_S, idempotent=True)
+        status = _read(UpdateStatus, answer)
+        while status.state not in ("staged", "active"):
+            if status.state in ("failed", "aborted"):
+                raise UpdateFailed(f"staging {status.state}: {status.error}")
+            if time.monotonic() > ends_s:
+                progress = f"{status.staged_bytes} of {status.total_bytes} bytes"
+                what = f"{self._url} to stage version {begin.version} ({progress})"
+                raise DeadlineExceeded(what, self._deadline_s)
+            await asyncio.sleep(POLL_S)
+            answer = await self._http.get(f"{updates}/{begin.version}", timeout_s=CALL_S)
+            status = _read(UpdateStatus, answer)
+
+    async def commit(self, version: int, commit: CommitUpdate) -> CommitResult:
+        """Activate what is staged; on any error the previous version serves."""
+        answer = await self._http.post(
+            f"{self._url}/v1/weights/updates/{version}/commit",
+            commit.model_dump(mode="json"),
+            timeout_s=self._deadline_s,
+        )
+        result = _read(CommitResult, answer)
+        if result.version != version:
+            raise UpdateFailed(f"commit of {version} was answered for version {result.version}")
+        return result
+
+    async def abort(self, version: int) -> None:
+        """Best effort: a server that does not hear it drops the update at its next one."""
+        with contextlib.suppress(HttpFailed):
+            url = f"{self._url}/v1/weights/updates/{version}"
+            await self._http.request("DELETE", url, timeout_s=CALL_S)
+
+
+def is_refusal(err: Exception) -> bool:
+    """Whether the server looked at the version and would not have it."""
+    return isinstance(err, UpdateFailed) or (isinstance(err, HttpFailed) and err.status == 500)
+
+
+def _read(model: type[M], answer: object) -> M:
+    try:
+        return model.model_validate(answer)
+    except ValidationError as err:
+        raise UpdateFailed(f"not an answer of a rollout server: {err.errors()[0]['msg']}") from err

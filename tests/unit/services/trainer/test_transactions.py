@@ -1,0 +1,144 @@
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from services.trainer.servers import MAX_REFUSALS, Server
+from services.trainer.transactions import Transaction, UpdateFailed, is_refusal
+from shared.errors import DeadlineExceeded, HttpFailed
+from shared.http import HttpClient
+from shared.registry import Replica
+from shared.weights.manifest import Manifest
+from shared.weights.protocol import BeginUpdate, CommitUpdate
+
+BEGIN = BeginUpdate(
+    job_id="j",
+    version=3,
+    manifest=Manifest(job_id="j", policy_version=3, shards=[], tensors=[]),
+    sources=["http://trainer"],
+)
+RESULT = {
+    **dict.fromkeys(("pause_s", "load_s", "restore_s", "probe_s", "resume_s"), 0.1),
+    "effective_checksum": "0" * 32,
+}
+
+
+def transaction(answer: Callable[[httpx.Request], tuple[int, object]], deadline_s: float = 5.0):
+    def handle(request: httpx.Request) -> httpx.Response:
+        status, body = answer(request)
+        return httpx.Response(status, json=body)
+
+    http = HttpClient(attempts=1, transport=httpx.MockTransport(handle))
+    return Transaction(http, server_url="http://server", deadline_s=deadline_s)
+
+
+def status(state: str, **fields: object) -> dict:
+    return {"version": 3, "state": state, **fields}
+
+
+async def test_staging_is_polled_until_it_is_done() -> None:
+    states = iter(["staging", "staging", "staged"])
+    seen = []
+
+    def answer(request: httpx.Request) -> tuple[int, object]:
+        seen.append((request.method, request.url.path))
+        if request.method == "POST":
+            assert json.loads(request.content)["sources"] == ["http://trainer"]
+        return 200, status(next(states))
+
+    await transaction(answer).stage(BEGIN)
+    assert seen == [
+        ("POST", "/v1/weights/updates"),
+        ("GET", "/v1/weights/updates/3"),
+        ("GET", "/v1/weights/updates/3"),
+    ]
+
+
+async def test_staging_that_fails_says_why() -> None:
+    update = transaction(lambda _: (200, status("failed", error="checksum of w")))
+    with pytest.raises(UpdateFailed, match="staging failed: checksum of w"):
+        await update.stage(BEGIN)
+
+
+async def test_staging_that_does_not_end_is_given_up_with_its_progress() -> None:
+    answer = status("staging", staged_bytes=5, total_bytes=9)
+    update = transaction(lambda _: (200, answer), deadline_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="stage version 3 .5 of 9 bytes."):
+        await update.stage(BEGIN)
+
+
+async def test_commit_of_another_version_is_none() -> None:
+    update = transaction(lambda _: (200, RESULT | {"version": 2}))
+    with pytest.raises(UpdateFailed, match="commit of 3 was answered for version 2"):
+        await update.commit(3, CommitUpdate())
+    right = transaction(lambda _: (200, RESULT | {"version": 3}))
+    assert (await right.commit(3, CommitUpdate())).pause_s == 0.1
+
+
+@pytest.mark.parametrize("body", [[], "text", None, {"version": "x"}])
+async def test_answer_that_means_nothing_is_a_failed_update(body: object) -> None:
+    with pytest.raises(UpdateFailed, match="not an answer of a rollout server"):
+        await transaction(lambda _: (200, body)).stage(BEGIN)
+
+
+@pytest.mark.parametrize(
+    ("info", "serves"),
+    [
+        ({"policy_version": 3, "job_id": "j"}, True),
+        ({"policy_version": 3, "job_id": "other"}, False),
+        ({"policy_version": 2, "job_id": "j"}, False),
+        ({"policy_version": None}, False),
+    ],
+)
+async def test_server_may_serve_the_version_already(info: dict, serves: bool) -> None:
+    assert await transaction(lambda _: (200, info)).serves_already("j", 3) is serves
+
+
+async def test_abort_that_is_not_heard_is_no_error() -> None:
+    await transaction(lambda _: (404, {"detail": "no such update"})).abort(3)
+
+
+def test_only_what_a_server_looked_at_is_refused() -> None:
+    assert is_refusal(UpdateFailed("staging failed"))
+    assert is_refusal(HttpFailed("POST", "u", 500, "the probe failed"))
+    assert not is_refusal(HttpFailed("POST", "u", 409, "another is in flight"))
+    assert not is_refusal(HttpFailed("POST", "u", None, "ConnectError"))
+    assert not is_refusal(DeadlineExceeded("x", 1.0))
+
+
+def server(**traits: object) -> Server:
+    return Server(Replica(service="rollout", name="r", url="http://r", pid=1, job_id="j", **traits))
+
+
+def test_quarantine_grows_and_ends_with_a_commit() -> None:
+    one = server()
+    waits = [one.note_failed(3, "x", is_refusal=False) for _ in range(9)]
+    assert waits[:4] == [0.5, 1.0, 2.0, 4.0]
+    assert waits[-1] == 30.0
+    assert one.is_quarantined
+    one.note_committed(3)
+    assert one.note_failed(4, "x", is_refusal=False) == 0.5
+
+
+def test_refusals_are_counted_by_version() -> None:
+    one = server()
+    for _ in range(MAX_REFUSALS - 1):
+        one.note_failed(3, "x", is_refusal=True)
+    one.note_failed(3, "x", is_refusal=False)
+    assert not one.has_refused(3)
+    one.note_failed(3, "x", is_refusal=True)
+    assert one.has_refused(3)
+    one.note_failed(4, "x", is_refusal=True)
+    assert not one.has_refused(4)
+
+
+def test_registry_is_not_believed_right_after_a_commit() -> None:
+    one = server()
+    one.look_at(one.record.model_copy(update={"policy_version": 2}))
+    assert one.version == 2
+    one.note_committed(3)
+    one.look_at(one.record.model_copy(update={"policy_version": 2}))
+    assert one.version == 3
+    assert one.describe(held_at=3) == "serving 3, held at 3"
+    assert not one.is_same(one.record.model_copy(update={"pid": 2}))
