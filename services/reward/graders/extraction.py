@@ -39,6 +39,7 @@ _BARE_NUMBER = re.compile(r"[-+−]?[$]?[\d.,/]{1,60}%?")
 
 MAX_JOINED_BOXES = 10
 MAX_JOIN_CHARS = 40
+MAX_NESTING = 60
 MAX_LABELLED_CHARS = 2000
 MAX_BARE_CHARS = 200
 
@@ -121,9 +122,14 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 def _closing_brace(text: str, begin: int) -> int:
     depth = 0
     for match in _BRACE.finditer(text, begin):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0 and match.group() == "}":
-            return match.start()
+        if match.group() == "{":
+            depth += 1
+            if depth > MAX_NESTING:
+                raise NoAnswer(f"braces nested deeper than {MAX_NESTING}")
+        elif match.group() == "}":
+            depth -= 1
+            if depth == 0:
+                return match.start()
     return -1
 
 

@@ -67,6 +67,8 @@ _TRAILING = " \t\n.,;:"
 
 def tidy(text: str) -> str:
     """`text` in the one spelling; linear in its length up to a small factor."""
+    if text.isascii() and text.isdigit():
+        return text
     text = " ".join(_plain_characters(text).split())
     text = _without_delimiters(text)
     for pattern, replacement in _REWRITES:

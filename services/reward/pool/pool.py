@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 WATCH_S = 0.05
 CPU_STEP_S = 0.01
-STARVED_PATIENCE = 10
+STARVED_PATIENCE = 4
 COLD_SLOW_AFTER_S = 1.0  # until they are warm, an expression's first time is slow by itself
 _OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
 
