@@ -78,9 +78,14 @@ def check_stack(ports: Ports, *, min_memory_bytes: int = MIN_MEMORY_BYTES) -> No
 def stack_programs(
     ports: Ports, *, data_dir: Path, runs_dir: Path
 ) -> list[Program | Sequence[Program]]:
-    """The broker first, then all services at once; each is told only where the broker is."""
+    """The broker first, then all services at once; each is told only where the broker is.
+
+    The queue of jobs is the stack's own, as its broker is: what an earlier stack left unfinished
+    in `runs_dir` is not taken up by this one.
+    """
     runs = ["--runs-dir", str(runs_dir.resolve())]
-    services = [_service("trainer", "trainer", ports.trainer, ports, runs)]
+    queue = ["--queue-dir", str(data_dir.resolve())]
+    services = [_service("trainer", "trainer", ports.trainer, ports, [*runs, *queue])]
     services += [
         _service("rollout", f"rollout-{i}", port, ports) for i, port in enumerate(ports.rollout)
     ]

@@ -30,7 +30,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
         state = app.state
         state.config = config
         state.redis = create_redis(config.redis_url, process=f"trainer-{config.name}")
-        state.store = JobStore(config.runs_dir.resolve())
+        state.store = JobStore(config.runs_dir.resolve(), queue_dir=config.queue_dir)
         async with HttpClient() as http:
             state.runner = JobRunner(
                 state.redis, store=state.store, config=config, http=http, begin_ranks=begin_ranks

@@ -34,6 +34,8 @@ class TrainerConfig(ServiceConfig):
     """TCP port to listen on."""
     runs_dir: Path = Path("runs")
     """One folder per job is made in it, with everything that the job leaves."""
+    queue_dir: Path | None = None
+    """Where the queue of jobs is kept; default: `runs_dir`. Jobs of one queue run one by one."""
     data_roots: tuple[Path, ...] = ()
     """Folders besides the project's and `$DATA_ROOT` that jobs may name files of."""
     ranks: RankDeadlines = RankDeadlines()

@@ -61,11 +61,16 @@ class StoredJob:
 
 
 class JobStore:
-    """Calls are short and synchronous; each write is on disk when it returns."""
+    """Calls are short and synchronous; each write is on disk when it returns.
 
-    def __init__(self, runs_dir: Path) -> None:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(runs_dir / STORE_FILE, isolation_level=None)
+    Several queues may share `runs_dir`: an id whose folder is there is not given again.
+    """
+
+    def __init__(self, runs_dir: Path, *, queue_dir: Path | None = None) -> None:
+        folder = queue_dir or runs_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        self._runs_dir = runs_dir
+        self._db = sqlite3.connect(folder / STORE_FILE, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(_SCHEMA)
@@ -162,8 +167,11 @@ class JobStore:
     def _new_id(self, name: str) -> str:
         while True:
             job_id = f"{name}-{secrets.token_hex(2)}"
-            if not self._select("WHERE job_id = ?", job_id):
+            if not self._select("WHERE job_id = ?", job_id) and not self._is_run(job_id):
                 return job_id
+
+    def _is_run(self, job_id: str) -> bool:
+        return (self._runs_dir / job_id).exists()
 
     def _by_key(self, key: str) -> tuple[str, str] | None:
         row = self._db.execute(

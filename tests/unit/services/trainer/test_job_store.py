@@ -37,6 +37,19 @@ def test_job_is_there_for_the_next_process(tmp_path: Path, store: JobStore) -> N
         store.get("x")
 
 
+def test_queues_that_share_runs_share_neither_jobs_nor_ids(
+    tmp_path: Path, store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = iter(["aaaa", "aaaa", "bbbb"])
+    monkeypatch.setattr("secrets.token_hex", lambda _: next(tokens))
+    first = store.add(make_job())[0].job_id
+    (tmp_path / "runs" / first).mkdir()
+    other = JobStore(tmp_path / "runs", queue_dir=tmp_path / "queue")
+    assert other.next_job() is None
+    assert other.add(make_job())[0].job_id == "test-bbbb"
+    other.close()
+
+
 def test_running_job_comes_before_the_queue(store: JobStore) -> None:
     first, second, third = (store.add(make_job())[0].job_id for _ in range(3))
     assert store.next_job().job_id == first
