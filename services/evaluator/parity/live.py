@@ -1,15 +1,16 @@
 """Parity of two running services: the sampler generates, both score the same tokens, one version.
 
-    rollout /v1/generate ─> tokens, log p while sampling ─┬─> rollout /v1/score  (against itself)
-                                                          └─> trainer /v1/score  (against training)
+    rollout /v1/generate ─> tokens, log p while sampling
+    trainer /v1/score    ─> log p, and the version that it holds now
+    rollout /v1/score    ─> log p of that version, as soon as it is served
 
-While a job runs the trainer moves on; an answer for another version starts the round again, with
-the version that is served then, until the deadline.
+While a job runs the trainer moves on, so that it chooses the version: the tokens stay, also if they
+were sampled by an older one, which the report then says.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +25,9 @@ from shared.parity.scores import ScoredSequence
 
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504)
 RETRY_S = 0.25
+SERVED_S = 0.05  # between two looks at the sampler's version
 Answer = TypeVar("Answer", bound=BaseModel)
+Found = TypeVar("Found")
 NO_WALK = (
     "no layer walk: the services expose log-probabilities only; compare two checkpoints with "
     "`parity A B --walk`"
@@ -39,7 +42,7 @@ class ParityFailed(TandemError):
 class LivePlan:
     """Whom to compare on what. Either `prompts` are completed, or `sequences` scored as they are.
 
-    `policy_version` None takes what the sampler serves.
+    `policy_version` None takes what the trainer holds.
     """
 
     rollout_url: str
@@ -73,67 +76,69 @@ class _Scored(BaseModel):
 
 
 class _OtherVersion(TandemError):
-    """This round met two versions, or a service that cannot answer now."""
+    """An attempt met two versions, or a service that cannot answer now."""
 
 
 async def run_live(http: HttpClient, plan: LivePlan) -> Run:
-    """One complete round of one version. `http` must not retry by itself.
+    """Sample once, then score until both sides answer for one version. `http` must not retry.
 
     Raises `DeadlineExceeded` naming the last obstacle, `ParityFailed` for what cannot become right.
     """
     began_s = time.monotonic()
-    round_ = _Round(http, plan, began_s + plan.within_s)
-    while True:
-        try:
-            run = await round_.run()
-        except _OtherVersion as err:
-            if time.monotonic() + RETRY_S > round_.deadline_s:
-                what = f"sampler and trainer to score one version ({err})"
-                raise DeadlineExceeded(what, plan.within_s) from err
-            await asyncio.sleep(RETRY_S)
-        else:
-            return run
+    asking = _Asking(http, plan, began_s + plan.within_s)
+    sampled = await asking.until_done(asking.generate) if plan.prompts else None
+    if sampled is not None and not sampled.completions:
+        raise ParityFailed("every completion is empty: there is no token to compare")
+    tokens = [list(t) for t in plan.sequences]
+    if sampled is not None:
+        tokens = [completion.token_ids for completion in sampled.completions]
+    scored = await asking.until_done(lambda: asking.score_both(tokens))
+    return _run(plan, tokens, sampled, scored, time.monotonic() - began_s)
 
 
-class _Round:
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """Prompt and response, the prompt's length, and what the sampler recorded of the response."""
+
+    token_ids: list[int]
+    first: int
+    recorded: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledBy:
+    policy_version: int
+    completions: list[_Completion]
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredBoth:
+    policy_version: int
+    ours: list[list[float]]
+    theirs: list[list[float]]
+
+
+class _Asking:
+    """Requests to both services, repeated until the deadline."""
+
     def __init__(self, http: HttpClient, plan: LivePlan, deadline_s: float) -> None:
-        self._http, self._plan = http, plan
-        self.deadline_s = deadline_s
+        self._http, self._plan, self._deadline_s = http, plan, deadline_s
 
-    async def run(self) -> Run:
-        plan, began_s = self._plan, time.monotonic()
-        version = await self._version()
-        sampled = await self._generate(version) if plan.prompts else []
-        sequences = [tokens for tokens, _, _ in sampled] or [list(s) for s in plan.sequences]
-        if not sequences:
-            raise ParityFailed("every completion is empty: there is no token to compare")
-        ours, theirs = await asyncio.gather(
-            self._score(plan.rollout_url, "sampler", version, sequences),
-            self._score(plan.trainer_url, "trainer", version, sequences),
-        )
-        return Run(
-            ours=f"sampler {plan.rollout_url}",
-            theirs=f"trainer {plan.trainer_url}",
-            policy_version=version,
-            temperature=plan.sampling.temperature,
-            sampled_by_ours=bool(sampled),
-            seconds=time.monotonic() - began_s,
-            **_compared(sampled, sequences, ours, theirs),
-        )
+    async def until_done(self, attempt: Callable[[], Awaitable[Found]]) -> Found:
+        while True:
+            try:
+                return await attempt()
+            except _OtherVersion as err:
+                if time.monotonic() + RETRY_S > self._deadline_s:
+                    what = f"sampler and trainer to score one version ({err})"
+                    raise DeadlineExceeded(what, self._plan.within_s) from err
+                await asyncio.sleep(RETRY_S)
 
-    async def _version(self) -> int:
-        """The version to compare: the one asked for, or what the sampler serves."""
-        if self._plan.policy_version is not None:
-            return self._plan.policy_version
-        info = await self._ask("GET", f"{self._plan.rollout_url}/v1/info", None, "the sampler")
-        version = info.get("policy_version") if isinstance(info, dict) else None
-        if version is None:
-            raise _OtherVersion("the sampler has no weights yet")
-        return int(version)
-
-    async def _generate(self, version: int) -> list[tuple[list[int], int, list[float]]]:
-        """(prompt and response, length of the prompt, log p while sampling) of each completion."""
-        plan = self._plan
+    async def generate(self) -> _SampledBy:
+        """Completions of one version, those without a token left out."""
+        plan, version = self._plan, await self._served()
+        if plan.policy_version not in (None, version):
+            raise _OtherVersion(f"the sampler serves {version}, not {plan.policy_version}")
         body = {
             "prompts": [{"token_ids": list(prompt)} for prompt in plan.prompts],
             "num_samples": plan.num_samples,
@@ -144,34 +149,62 @@ class _Round:
         }
         url = f"{plan.rollout_url}/v1/generate"
         answer = _read(_Generated, await self._ask("POST", url, body, "the sampler"), url)
-        spans = {s.policy_version for r in answer.results for one in r for s in one.version_spans}
-        cut_off = any(one.finish_reason == "abort" for r in answer.results for one in r)
+        samples = [one for result in answer.results for one in result]
+        spans = {span.policy_version for one in samples for span in one.version_spans}
+        cut_off = any(one.finish_reason == "abort" for one in samples)
         if answer.policy_version != version or cut_off or not spans <= {version}:
             raise _OtherVersion(f"the sampler changed from version {version} while sampling")
-        return [
-            ([*prompt, *one.token_ids], len(prompt), _numbers(one.logprobs))
-            for prompt, samples in zip(plan.prompts, answer.results, strict=True)
-            for one in samples
+        completions = [
+            _Completion([*prompt, *one.token_ids], len(prompt), _numbers(one.logprobs))
+            for prompt, result in zip(plan.prompts, answer.results, strict=True)
+            for one in result
             if one.token_ids
         ]
+        return _SampledBy(version, completions)
+
+    async def score_both(self, tokens: list[list[int]]) -> _ScoredBoth:
+        """The trainer names the version; the sampler is asked for it once it serves it."""
+        plan = self._plan
+        version, theirs = await self._score(
+            plan.trainer_url, "trainer", tokens, plan.policy_version
+        )
+        await self._until_served(version)
+        _, ours = await self._score(plan.rollout_url, "sampler", tokens, version)
+        return _ScoredBoth(version, ours, theirs)
+
+    async def _until_served(self, version: int) -> None:
+        while True:
+            served = await self._served()
+            if served == version:
+                return
+            if served > version or time.monotonic() + SERVED_S > self._deadline_s:
+                raise _OtherVersion(f"the trainer holds version {version}, the sampler {served}")
+            await asyncio.sleep(SERVED_S)
+
+    async def _served(self) -> int:
+        info = await self._ask("GET", f"{self._plan.rollout_url}/v1/info", None, "the sampler")
+        version = info.get("policy_version") if isinstance(info, dict) else None
+        if version is None:
+            raise _OtherVersion("the sampler has no weights yet")
+        return int(version)
 
     async def _score(
-        self, base_url: str, who: str, version: int, sequences: Sequence[Sequence[int]]
-    ) -> list[list[float]]:
+        self, base_url: str, who: str, tokens: list[list[int]], version: int | None
+    ) -> tuple[int, list[list[float]]]:
         body = {
-            "sequences": [list(sequence) for sequence in sequences],
+            "sequences": tokens,
             "temperature": self._plan.sampling.temperature,
             "policy_version": version,
             "timeout_s": self._left_s(),
         }
         url = f"{base_url}/v1/score"
         answer = _read(_Scored, await self._ask("POST", url, body, f"the {who}"), url)
-        if answer.policy_version != version:
+        if version not in (None, answer.policy_version):
             raise _OtherVersion(f"the {who} scored version {answer.policy_version}, not {version}")
         lengths = [len(values) for values in answer.logprobs]
-        if lengths != [len(sequence) - 1 for sequence in sequences]:
+        if lengths != [len(sequence) - 1 for sequence in tokens]:
             raise ParityFailed(f"{url}: {lengths} log-probabilities do not fit the sequences")
-        return [_numbers(values) for values in answer.logprobs]
+        return answer.policy_version, [_numbers(values) for values in answer.logprobs]
 
     async def _ask(self, method: str, url: str, body: Any, who: str) -> Any:
         try:
@@ -182,24 +215,45 @@ class _Round:
             raise _OtherVersion(f"{who}: {err}") from err
 
     def _left_s(self) -> float:
-        return max(self.deadline_s - time.monotonic(), 0.1)
+        return max(self._deadline_s - time.monotonic(), 0.1)
 
 
-def _compared(
-    sampled: Sequence[tuple[list[int], int, list[float]]],
-    sequences: Sequence[list[int]],
-    ours: Sequence[list[float]],
-    theirs: Sequence[list[float]],
-) -> dict[str, Any]:
-    """Sampled tokens are compared by what the sampler recorded: training sees those values."""
-    if not sampled:
-        pairs = zip(sequences, ours, theirs, strict=True)
-        return {"sequences": [_sequence(tokens, 1, a, b) for tokens, a, b in pairs]}
-    compared, decoding = [], []
-    for (tokens, first, recorded), own, other in zip(sampled, ours, theirs, strict=True):
-        compared.append(_sequence(tokens, first, recorded, other[first - 1 :]))
-        decoding.append(_sequence(tokens, first, recorded, own[first - 1 :]))
-    return {"sequences": compared, "decoding": decoding}
+def _run(
+    plan: LivePlan,
+    tokens: list[list[int]],
+    sampled: _SampledBy | None,
+    scored: _ScoredBoth,
+    seconds: float,
+) -> Run:
+    """What training sees of sampled tokens is what the sampler recorded: that is compared, if its
+    version is the one that was scored."""
+    same = sampled is not None and sampled.policy_version == scored.policy_version
+    notes, compared, decoding = [], [], []
+    completions: Sequence[_Completion | None] = (
+        sampled.completions if sampled else [None] * len(tokens)
+    )
+    for ids, completion, ours, theirs in zip(
+        tokens, completions, scored.ours, scored.theirs, strict=True
+    ):
+        first = completion.first if completion else 1
+        ours, theirs = ours[first - 1 :], theirs[first - 1 :]
+        if completion is not None and same:
+            decoding.append(_sequence(ids, first, completion.recorded, ours))
+            ours = completion.recorded
+        compared.append(_sequence(ids, first, ours, theirs))
+    if sampled is not None and not same:
+        notes.append(f"the tokens were sampled by version {sampled.policy_version}")
+    return Run(
+        ours=f"sampler {plan.rollout_url}",
+        theirs=f"trainer {plan.trainer_url}",
+        sequences=compared,
+        decoding=decoding,
+        sampled_by_ours=same,
+        temperature=plan.sampling.temperature,
+        policy_version=scored.policy_version,
+        notes=notes,
+        seconds=seconds,
+    )
 
 
 def _sequence(

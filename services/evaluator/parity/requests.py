@@ -60,7 +60,7 @@ class ParityRequest(BaseModel):
     temperature: float = Field(1.0, gt=0)
     seed: int = Field(0, ge=0)
     policy_version: int | None = Field(None, ge=0)
-    """Compare exactly this version; default: what the sampler serves."""
+    """Compare exactly this version; default: the one that the trainer holds."""
     walk: bool = False
     """Ask for a layer walk: services cannot give one, which the report then says."""
     bounds: ParityBounds = ParityBounds()

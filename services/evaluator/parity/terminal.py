@@ -48,7 +48,7 @@ def rows(report: ParityReport) -> list[tuple[str, str]]:
         itself = f"mean {number(report.decoding.mean)}, max {number(report.decoding.max)}"
         shown.append(("sampler against its own score", itself))
     if not report.sampled_by_ours:
-        shown.append(("note", "the tokens were given: k1 and k3 are no KL"))
+        shown.append(("note", "the first side did not sample these tokens: k1, k3 are no KL"))
     return shown
 
 

@@ -42,7 +42,7 @@ class Services:
         held = self.sampler_version if host == "rollout" else self.trainer_version
         if body["path"] == "/v1/info":
             return 200, {"policy_version": held}
-        if body.get("policy_version") != held:
+        if body.get("policy_version") not in (None, held):
             return 409, {"detail": f"version {held} is held"}
         if body["path"] == "/v1/generate":
             samples = [self.completion() for _ in range(body["num_samples"])]
@@ -84,8 +84,9 @@ async def test_response_tokens_of_one_version_are_compared() -> None:
     assert run.sequences[3].theirs == pytest.approx([-0.57, -0.58, -0.59])
     assert run.decoding[0].theirs.tolist() == [-0.07, -0.08, -0.09]
     assert (run.policy_version, run.temperature, run.sampled_by_ours) == (3, 0.8, True)
-    scored = [body for host, path, body in services.asked if path == "/v1/score"]
-    assert all((b["temperature"], b["policy_version"]) == (0.8, 3) for b in scored)
+    scored = [(h, b) for h, path, b in services.asked if path == "/v1/score"]
+    assert [(h, b["policy_version"]) for h, b in scored] == [("trainer", None), ("rollout", 3)]
+    assert all(b["temperature"] == 0.8 for _, b in scored)
 
 
 async def test_given_sequences_are_scored_as_they_are() -> None:
@@ -93,7 +94,7 @@ async def test_given_sequences_are_scored_as_they_are() -> None:
     async with services.client() as http:
         run = await run_live(http, plan(prompts=(), sequences=[[5, 6, 7]]))
     assert not run.sampled_by_ours
-    assert run.decoding == ()
+    assert run.decoding == []
     assert run.sequences[0].first == 1
     assert run.sequences[0].ours.tolist() == [-0.06, -0.07]
     assert not any(path == "/v1/generate" for _, path, _ in services.asked)
@@ -101,16 +102,33 @@ async def test_given_sequences_are_scored_as_they_are() -> None:
 
 async def test_trainer_that_moved_on_is_followed() -> None:
     services = Services()
-    services.trainer_version = 4
+    services.trainer_version = 4  # trained, and published while the trainer scores
 
-    def catch_up(host: str, body: dict[str, Any]) -> tuple[int, Any]:
-        services.changes.clear()
-        services.sampler_version = 4
-        return 409, {"detail": "version 4 is held"}
+    def publish(host: str, body: dict[str, Any]) -> tuple[int, Any]:
+        answers = sum(path == "/v1/info" for _, path, _ in services.asked)
+        services.sampler_version = 4 if answers > 3 else 3
+        return 200, {"policy_version": services.sampler_version}
 
-    services.changes["trainer", "/v1/score"] = catch_up
+    services.changes["rollout", "/v1/info"] = publish
     async with services.client() as http:
-        assert (await run_live(http, plan())).policy_version == 4
+        run = await run_live(http, plan())
+    assert (run.policy_version, run.sampled_by_ours, run.decoding) == (4, False, [])
+    assert run.notes == ["the tokens were sampled by version 3"]
+    assert run.sequences[0].ours.tolist() == [-0.07, -0.08, -0.09]
+    assert sum(path == "/v1/generate" for _, path, _ in services.asked) == 1
+
+
+async def test_version_that_was_missed_is_scored_again() -> None:
+    services = Services()
+
+    def too_late(host: str, body: dict[str, Any]) -> tuple[int, Any]:
+        services.changes.clear()
+        services.sampler_version = services.trainer_version = 5
+        return 409, {"detail": "version 5 is held"}
+
+    services.changes["rollout", "/v1/score"] = too_late
+    async with services.client() as http:
+        assert (await run_live(http, plan())).policy_version == 5
 
 
 async def test_samples_of_two_versions_are_not_used() -> None:
@@ -136,7 +154,7 @@ async def test_deadline_names_what_was_in_the_way() -> None:
     services = Services()
     services.trainer_version = 9
     async with services.client() as http:
-        with pytest.raises(DeadlineExceeded, match=r"the trainer: .*version 9 is held"):
+        with pytest.raises(DeadlineExceeded, match="the trainer holds version 9, the sampler 3"):
             await run_live(http, plan(within_s=0.3))
     services.sampler_version = None
     async with services.client() as http:

@@ -103,4 +103,4 @@ def test_page_of_equal_sides_can_be_drawn() -> None:
     found = make_report(run, Bounds())
     assert found.passed
     assert "PASS" in render_page(found)
-    assert "the tokens were given: k1 and k3 are no KL" in shown(found)
+    assert "did not sample these tokens: k1, k3 are no KL" in shown(found)
