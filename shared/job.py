@@ -103,6 +103,9 @@ class ActorSection(_Section):
     """Keep the gates' weights and biases as they are."""
     clamp_shared_expert: bool = True
     """The same flag is read by the sampler."""
+    quantisation: Literal["none", "weights"] = "none"
+    """What the actor rounds as its sampler does, to train and score the policy that is sampled.
+    `weights`: passes run on the published values, gradients go straight through to the masters."""
     num_threads: int = Field(1, gt=0)
     """CPU threads of each rank."""
     optimizer: OptimizerSection = OptimizerSection()

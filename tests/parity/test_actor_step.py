@@ -1,7 +1,7 @@
 """One whole training step of the Megatron actor against a plain PyTorch twin on the reference."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from shared.models.deepseek_v4.reference import Reference
 from tests.tiny_deepseek_v4 import DEMO, random_weights
 
 Weights = dict[str, Tensor]
+Rounding = Callable[[str, Tensor], Tensor]
 
 # What torch says of the way Megatron calls it.
 pytestmark = [
@@ -115,17 +116,25 @@ def held(actor: Actor) -> Weights:
     return {name: tensor.clone() for name, tensor in release_tensors(actor.model)}
 
 
-def twin_step(aggregation: str) -> tuple[Weights, float, float]:
-    """Sequence by sequence on the reference, torch's clipping and AdamW: weights, loss, norm."""
+def _as_it_is(name: str, weight: Tensor) -> Tensor:
+    return weight
+
+
+def twin_step(aggregation: str, *, rounding: Rounding = _as_it_is) -> tuple[Weights, float, float]:
+    """Sequence by sequence on the reference, torch's clipping and AdamW: weights, loss, norm.
+
+    The reference runs on rounded weights, and what they get as gradients is the leaves'.
+    """
     leaves = weights()
+    used = {name: rounding(name, leaf).clone() for name, leaf in leaves.items()}
     trained = [name for name in leaves if not any(part in name for part in FROZEN)]
     for name in trained:
-        leaves[name].requires_grad_()
+        used[name].requires_grad_()
     losses, counts = [], []
     for sample in batch().samples:
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))
         arch = replace(DEMO, swiglu_limit=10.0)
-        logits = Reference(leaves, arch).forward(ids[None]).logits[0, :-1] / 0.8
+        logits = Reference(used, arch).forward(ids[None]).logits[0, :-1] / 0.8
         logprobs = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         new = logprobs[sample.num_prompt_tokens - 1 :]
         sampler = torch.tensor(sample.sampler_logprobs)
@@ -140,9 +149,8 @@ def twin_step(aggregation: str) -> tuple[Weights, float, float]:
         loss = sum(one / count for one, count in zip(losses, counts, strict=True)) / len(losses)  # type: ignore[assignment]
     loss.backward()
     for name in trained:  # an expert without tokens decays like any other
-        leaves[name].grad = (
-            torch.zeros_like(leaves[name]) if leaves[name].grad is None else leaves[name].grad
-        )
+        grad = used[name].grad
+        leaves[name].grad = torch.zeros_like(leaves[name]) if grad is None else grad
     norm = torch.nn.utils.clip_grad_norm_([leaves[name] for name in trained], CLIP)
     vectors = [leaves[name] for name in trained if leaves[name].dim() == 1]
     matrices = [leaves[name] for name in trained if leaves[name].dim() > 1]

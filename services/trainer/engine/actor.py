@@ -6,7 +6,7 @@ log-probabilities, a policy too far from the sampler's, a loss or gradient that 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from services.trainer import checkpoint
 from services.trainer.engine import schedule
-from services.trainer.engine.initial import load_release_weights
+from services.trainer.engine.initial import load_release_weights, served_policy
+from services.trainer.engine.rounding import rounded_weights
 from services.trainer.engine.tokens import ResponseTokens, response_tokens, scored_sequences
 from services.trainer.loss import Clipping, TokenBatch, drift_metrics, token_coefficients
 from services.trainer.megatron.optimizer import (
@@ -50,6 +51,7 @@ class Actor:
             Architecture.load(self.rollout_checkpoint),
             clamp_shared_experts=job.actor.clamp_shared_expert,
         )
+        self.policy = served_policy(job, self.rollout_checkpoint)
         self.config = transformer_config(self.architecture, dtype=job.actor.dtype)
         self.model = DeepSeekV4(
             self.config, self.architecture, freeze_router=job.actor.freeze_router
@@ -136,9 +138,16 @@ class Actor:
     def _score(self, sequences: list[ScoredSequence], temperature: float) -> schedule.TokenRecord:
         num_tokens = sum(sequence.num_scored for sequence in sequences)
         micro_batches = self._pack(sequences)
-        return schedule.score(
-            self.model, micro_batches, num_tokens=num_tokens, temperature=temperature
-        )
+        with self._rounding():
+            return schedule.score(
+                self.model, micro_batches, num_tokens=num_tokens, temperature=temperature
+            )
+
+    def _rounding(self) -> AbstractContextManager[None]:
+        """Around every pass; the optimiser steps outside."""
+        if self.job.actor.quantisation == "none":
+            return nullcontext()
+        return rounded_weights(self.model, self.policy)
 
     def _pack(self, sequences: list[ScoredSequence]) -> list[MicroBatch]:
         return pack(sequences, max_tokens=self.job.actor.max_tokens_per_gpu)
@@ -159,7 +168,7 @@ class Actor:
         except ValueError as err:
             raise Rejected(f"step {batch.step}: {err}") from err
         coefficients = token_coefficients(tokens.usable, tokens.lengths, algorithm.aggregation)
-        with clock("forward_backward"):
+        with clock("forward_backward"), self._rounding():
             self.wrapped.zero_grad_buffer()
             self.optimizer.zero_grad()
             loss, record = schedule.forward_backward(

@@ -1,4 +1,4 @@
-"""The actor's first weights: a release directory, dequantised, or a Megatron checkpoint."""
+"""The actor's first weights, a release directory dequantised, and the formats they return in."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,8 +6,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from services.trainer.models.deepseek_v4.weights import load_weights, release_tensors
+from shared.job import Job
 from shared.models.deepseek_v4.checkpoint import Release, dequantise_tensor, open_release
-from shared.quant.policy import scale_name
+from shared.quant.policy import POLICIES, Policy, scale_name
 
 
 def load_release_weights(model: nn.Module, path: Path) -> None:
@@ -18,6 +19,13 @@ def load_release_weights(model: nn.Module, path: Path) -> None:
     if missing:
         raise ValueError(f"{path}: expected {missing[0]}, found no such tensor")
     load_weights(model, dict(_values(release, wanted)))
+
+
+def served_policy(job: Job, rollout_checkpoint: Path) -> Policy:
+    """Formats of the rollout checkpoint, whatever its config says, or FP32 where the job asks."""
+    if job.rollout.weights == "float32":
+        return POLICIES["fp32"]
+    return open_release(rollout_checkpoint).policy
 
 
 def _values(release: Release, names: list[str]) -> Iterator[tuple[str, Tensor]]:

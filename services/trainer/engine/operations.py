@@ -15,8 +15,6 @@ from services.trainer.export import export_version
 from services.trainer.megatron import parallel
 from shared.job import Job
 from shared.messages import TrainingBatch
-from shared.models.deepseek_v4.checkpoint import open_release
-from shared.quant.policy import POLICIES, Policy
 
 log = structlog.get_logger()
 
@@ -28,7 +26,6 @@ class Operations:
         self._progress = progress
         self._actor: Actor | None = None
         self._job_id = ""
-        self._policy: Policy | None = None
         self._handlers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "init": self._init,
             "train_step": self._train_step,
@@ -64,7 +61,6 @@ class Operations:
             raise ValueError(f"{parallel.num_ranks()} ranks, but batches are not yet shared out")
         self._job_id = payload["job_id"]
         self._actor = Actor(job, progress=self._progress)
-        self._policy = _export_policy(self._actor)
         return {**self._state(), "num_parameters": self._actor.num_parameters}
 
     def _train_step(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -84,13 +80,12 @@ class Operations:
         began_s = time.perf_counter()
         actor = self.actor
         self._progress("export", actor.step)
-        assert self._policy is not None
         manifest = export_version(
             actor.model,
             Path(payload["path"]),
             job_id=self._job_id,
             policy_version=int(payload["policy_version"]),
-            policy=self._policy,
+            policy=actor.policy,
             max_shard_bytes=actor.job.update.max_shard_bytes,
         )
         return {
@@ -124,10 +119,3 @@ class Operations:
 
     def _state(self) -> dict[str, int]:
         return {"step": self.actor.step, "policy_version": self.actor.policy_version}
-
-
-def _export_policy(actor: Actor) -> Policy:
-    """Formats of the rollout checkpoint, whatever its config says, or FP32 where the job asks."""
-    if actor.job.rollout.weights == "float32":
-        return POLICIES["fp32"]
-    return open_release(actor.rollout_checkpoint).policy
