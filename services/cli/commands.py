@@ -68,7 +68,7 @@ def up(
         stack_dir = data_dir / "_stack" / "up"  # the same each time: the broker keeps its data
         with log_to(stack_dir / "stack.log"):
             programs = stack_programs(ports, data_dir=stack_dir, runs_dir=data_dir)
-            console.print(f"starting; logs: {stack_dir}")
+            console.print(f"starting; logs: {stack_dir}", soft_wrap=True)
             async with running(programs, log_dir=stack_dir) as stack:
                 for name, port in ports.by_name().items():
                     console.print(f"{name:<12} ready  port {port}  pid {stack.pids[name]}")

@@ -49,7 +49,9 @@ async def run_demo(options: DemoOptions, console: Console) -> int:
     check_stack(options.ports)
     stack_dir = options.runs_dir / "_stack" / time.strftime("%Y%m%d-%H%M%S")
     with log_to(stack_dir / "stack.log"):
-        console.print(f"starting the broker and the services; their logs: {stack_dir}")
+        console.print(
+            f"starting the broker and the services; their logs: {stack_dir}", soft_wrap=True
+        )
         programs = stack_programs(options.ports, data_dir=stack_dir, runs_dir=options.runs_dir)
         async with running(programs, log_dir=stack_dir) as stack:
             console.print(f"all are ready; dashboard: {options.ports.trainer_url}/")
@@ -94,7 +96,7 @@ async def _show_end(client: TandemClient, view: JobView, runs_dir: Path, console
     summary = await _summary(client, view.job_id)
     if (table := before_after_table(summary)) is not None:
         console.print(table)
-    console.print(verdict(summary))
+    console.print(verdict(summary), soft_wrap=True)
     run_dir = runs_dir / view.job_id
     console.print(f"report:  {run_dir / 'report.html'}", soft_wrap=True)
     console.print(f"numbers: {run_dir / 'summary.json'}", soft_wrap=True)
