@@ -161,7 +161,6 @@ class Collector:
         if held is not None or entry.state != "open":
             await self._refuse_again(session, delivery, entry)
             return
-        self._books.note_arrival(name)
         verdict = judge(
             scored,
             job=self._source.job,

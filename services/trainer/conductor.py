@@ -191,9 +191,7 @@ class Conductor:
         """Offer the version; strictly on-policy jobs also wait until it is served."""
         p = self.parts
         version = p.progress.policy_version
-        if self._eval_request is not None:  # a version to be evaluated is pinned before the next
-            await self._unless_paused(_result(self._eval_request))
-            self._eval_request = None
+        await self._pin_evaluated()
         await p.publisher.publish(version)
         if p.admission.max_lag == 0:
             deadline_s = p.job.update.deadline_s
@@ -206,6 +204,12 @@ class Conductor:
             self._eval_request = asyncio.create_task(asking, name=f"eval of {version}")
         p.progress.published_version = version
         await p.feeder.fill()
+
+    async def _pin_evaluated(self) -> None:
+        """Before there is another version, a server must be held at one that is to be evaluated."""
+        if self._eval_request is not None:
+            await self._unless_paused(_result(self._eval_request))
+            self._eval_request = None
 
     async def _save_if_due(self) -> None:
         p = self.parts
@@ -308,10 +312,8 @@ class Conductor:
         """Nothing is asked any more; evaluations may still be under way."""
         p = self.parts
         await p.collector.drop(p.books.open_groups(), reason="surplus")
-        if self._eval_request is not None:
-            await self._eval_request
-            self._eval_request = None
-        await p.evals.wait_all()
+        await self._pin_evaluated()
+        await self._unless_paused(p.evals.wait_all())
 
     async def _save_for_later(self) -> None:
         """Spare a resumed job the replay; the redo log has everything, so this may fail."""

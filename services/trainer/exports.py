@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from services.trainer.books import Books
 from services.trainer.keeper import RankKeeper
 from services.trainer.versions import VersionStore
@@ -50,16 +52,14 @@ class Exporter:
         )
 
     def settle_probe(self, batch: TrainingBatch) -> None:
-        """From the first batch on the probe is made of responses, one of each of its first groups.
+        """From the first batch on the probe is made of sampled responses.
 
         Before, there are only prompts. Their tokens may be most unlikely ones to a policy, and
         there quantisation alone moves log-probabilities far: the bound is looser.
         """
         if self._is_settled or not self._num_sequences:
             return
-        firsts = {sample.group_id: sample for sample in reversed(batch.samples)}
-        samples = list(reversed(firsts.values()))[: self._num_sequences]
-        self._probe = [_probe_tokens(sample) for sample in samples]
+        self._probe = [_probe_tokens(one) for one in steadiest(batch, self._num_sequences)]
         noted = [(one.token_ids, one.num_context) for one in self._probe]
         self._books.keep_note(PROBE_NOTE, json.dumps(noted))
         self._is_settled = True
@@ -102,6 +102,25 @@ class Exporter:
         bound = self._max_delta * (1.0 if self._is_settled else PROMPT_BOUND_FACTOR)
         probe = Probe(sequences=sequences, max_mean_abs_delta=bound)
         self._store.keep_probe(version, probe)
+
+
+def steadiest(batch: TrainingBatch, number: int) -> list[TrainingSample]:
+    """Responses of average length or more without a surprising token, one of a group at most.
+
+    Two honest engines agree best on likely tokens, and broken weights show there at once.
+    """
+    lengths = [len(sample.sampler_logprobs) for sample in batch.samples]
+    usable = [
+        sample
+        for sample in batch.samples
+        if len(sample.sampler_logprobs) >= np.mean(lengths)
+        and np.isfinite(sample.sampler_logprobs).all()
+    ]
+    usable.sort(key=lambda sample: float(sample.sampler_logprobs.min()), reverse=True)
+    best_of_groups: dict[str, TrainingSample] = {}
+    for sample in usable:
+        best_of_groups.setdefault(sample.group_id, sample)
+    return list(best_of_groups.values())[:number]
 
 
 def _probe_tokens(sample: TrainingSample) -> ProbeTokens:

@@ -83,13 +83,14 @@ class Feeder:
             self._admission.max_open(self._progress) - num_open,
             self._admission.max_drawn_per_step() - num_open - self._num_dropped_meanwhile(),
         )
-        first = draw = self._books.next_draw()
+        draw = self._books.next_draw()
         draws: list[Draw] = []
         groups: list[PromptGroup] = []
+        skipped_in_a_row = 0
         while len(groups) < num_free:
-            if draw - first - len(groups) >= len(self._source.rows):
+            if skipped_in_a_row == 2 * len(self._source.rows):  # a whole epoch, wherever we began
                 raise NoPromptFits(
-                    f"none of the next {len(self._source.rows)} prompts fits into "
+                    f"none of the {len(self._source.rows)} prompts fits into "
                     f"{self._source.max_prompt_tokens} tokens (sampling.context_length "
                     f"less sampling.max_response_tokens)"
                 )
@@ -98,8 +99,10 @@ class Feeder:
                 break  # nobody could sample it yet; asked again once that is published
             drawn = self._source.group(draw, min_policy_version=version)
             draws.append(self._entry(draw, version, drawn))
+            skipped_in_a_row += 1
             if isinstance(drawn, PromptGroup):
                 groups.append(drawn)
+                skipped_in_a_row = 0
             draw += 1
         if draws:
             self._books.record_draws(draws)

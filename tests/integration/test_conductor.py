@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.conductor import JobPaused
+from services.trainer.prompts import NoPromptFits
 from shared import topology
 from shared.errors import Rejected
 from shared.messages import Outcome, PromptGroup, RolloutGroup, Score
@@ -354,6 +355,30 @@ async def test_step_is_cut_short_when_redraws_are_used_up(redis: Redis, tmp_path
         assert step["groups"] == 1
         assert step["reward_raw"] == pytest.approx(1 / 12)
         assert step["reward_trained"] == pytest.approx(0.5)
+
+
+async def test_prompts_that_are_too_long_are_skipped_and_counted(
+    redis: Redis, tmp_path: Path
+) -> None:
+    rows = ["short", "x" * 100, "brief"]
+    async with running_world(redis, tmp_path / "run", job=make_job(), rows=rows) as world:
+        await run_to_end(world)
+        books = check_books(world)
+        skipped = world.events("prompt_skipped")
+        assert len(skipped) == books.counts()["skipped:too_long"] >= 4
+        assert skipped[0] == {"row": 1, "source": "rows, line 2", "tokens": 100, "limit": 56}
+        books.close()
+
+
+async def test_data_set_of_prompts_that_do_not_fit_ends_the_job(
+    redis: Redis, tmp_path: Path
+) -> None:
+    rows = ["x" * 100, "y" * 200]
+    async with running_world(redis, tmp_path / "run", job=make_job(), rows=rows) as world:
+        conductor = world.conductor()
+        with pytest.raises(NoPromptFits, match="none of the 2 prompts fits into 56 tokens"):
+            await conductor.run()
+        await conductor.close("failed")
 
 
 async def test_stuck_step_says_who_it_waits_for(redis: Redis, tmp_path: Path) -> None:

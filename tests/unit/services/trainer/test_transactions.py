@@ -64,7 +64,7 @@ async def test_staging_that_fails_says_why() -> None:
 async def test_staging_that_does_not_end_is_given_up_with_its_progress() -> None:
     answer = status("staging", staged_bytes=5, total_bytes=9)
     update = transaction(lambda _: (200, answer), deadline_s=0.1)
-    with pytest.raises(DeadlineExceeded, match="stage version 3 .5 of 9 bytes."):
+    with pytest.raises(DeadlineExceeded, match=r"stage version 3 .5 of 9 bytes."):
         await update.stage(BEGIN)
 
 
