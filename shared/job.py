@@ -15,7 +15,13 @@ DataFormat = Literal["auto", "prompt", "dapo", "gsm8k", "math500", "aime", "deep
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,  # "8" and true are no numbers
+        allow_inf_nan=False,  # JSON has neither: such a job could not be stored
+        use_attribute_docstrings=True,
+    )
 
 
 class ModelSection(_Section):
@@ -103,9 +109,10 @@ class ActorSection(_Section):
     """Keep the gates' weights and biases as they are."""
     clamp_shared_expert: bool = True
     """The same flag is read by the sampler."""
-    quantisation: Literal["none", "weights"] = "none"
+    quantisation: Literal["none", "weights", "full"] = "none"
     """What the actor rounds as its sampler does, to train and score the policy that is sampled.
-    `weights`: passes run on the published values, gradients go straight through to the masters."""
+    `weights`: passes run on the published values, gradients go straight through to the masters.
+    `full`: also the activations that the sampler rounds (`rollout.quantise_activations`)."""
     num_threads: int = Field(1, gt=0)
     """CPU threads of each rank."""
     optimizer: OptimizerSection = OptimizerSection()
@@ -171,7 +178,7 @@ class BoundsSection(_Section):
 
 class Job(_Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     steps: int = Field(gt=0)
     model: ModelSection
     data: DataSection

@@ -5,7 +5,7 @@ its input, so that quantised paths can be compared in float64.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -37,6 +37,14 @@ RELEASE = ActivationQuant(linear=True, kv=True, indexer="fp4")
 """As the release's own inference code."""
 SERVED = ActivationQuant(linear=True, kv=True, indexer="fp8")
 """As SGLang serves it unless told otherwise."""
+
+
+def embedded_rounding(weight_format: str, *, activations: bool) -> ActivationQuant:
+    """Of the embedded engine: as the release, but a matrix that is not quantised takes its input
+    as it is. `weight_format` is that of the served weights."""
+    if not activations:
+        return UNQUANTISED
+    return replace(RELEASE, linear=weight_format in ("fp8", "fp4"))
 
 
 def quantise_linear_input(x: Tensor) -> Tensor:

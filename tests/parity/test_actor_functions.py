@@ -14,6 +14,7 @@ from services.trainer.models.deepseek_v4.indexer import top_mask
 from services.trainer.models.deepseek_v4.layers import ClampedSwiGLU, _RMSNorm
 from services.trainer.models.deepseek_v4.rope import norm_rotate, rotate
 from services.trainer.models.deepseek_v4.router import sqrt_softplus
+from shared.quant.activation import UNQUANTISED
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def test_grouped_experts_gradient() -> None:
     counts = [3, 0, 4]
     inputs = (leaf(7, 4), leaf(3, 2, 5, 4), leaf(3, 4, 5), torch.rand(7, dtype=torch.float64))
     inputs[3].requires_grad_()
-    check(lambda x, a, b, w: _GroupedSwiGLU.apply(x, a, b, w, counts, 0.8), *inputs)
+    check(lambda x, a, b, w: _GroupedSwiGLU.apply(x, a, b, w, counts, 0.8, UNQUANTISED), *inputs)
 
 
 def test_rows_are_taken_and_summed_by_token() -> None:

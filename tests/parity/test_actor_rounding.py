@@ -15,16 +15,20 @@ from services.trainer.engine.actor import Actor
 from services.trainer.engine.rounding import rounded_weights
 from services.trainer.export import export_version
 from services.trainer.megatron import parallel
-from services.trainer.models.deepseek_v4.weights import release_tensors
+from services.trainer.models.deepseek_v4 import block, rope
+from services.trainer.models.deepseek_v4.config import transformer_config
+from services.trainer.models.deepseek_v4.model import DeepSeekV4
+from services.trainer.models.deepseek_v4.weights import load_weights, release_tensors
 from shared.errors import Rejected
 from shared.job import Job
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import dequantised, quantise_tensor, write_release
 from shared.models.deepseek_v4.reference import Reference
+from shared.quant.activation import RELEASE, SERVED, ActivationQuant
 from shared.quant.policy import POLICIES
 from shared.weights.manifest import Manifest, shard_file
 from tests.parity.test_actor_step import FROZEN, batch, held, job, twin_step, weights
-from tests.tiny_deepseek_v4 import DEMO, random_tokens
+from tests.tiny_deepseek_v4 import ALIGNED, DEMO, SMALL, random_tokens, random_weights
 
 # What torch says of the way Megatron calls it.
 pytestmark = [
@@ -221,3 +225,115 @@ def test_a_sampler_of_unrounded_weights_has_an_actor_of_unrounded_weights(
     before = held(plain)
     with rounded_weights(plain.model, plain.policy):
         assert equal(held(plain), before)
+
+
+# ------------------------------------------------------------------ activations
+
+
+@pytest.fixture
+def float64_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actor's rotations are FP32 by design; the reference follows the dtype of its weights."""
+
+    def turns(arch: Architecture, layer: int, like: Tensor) -> Tensor:
+        frequencies = torch.tensor(arch.rope_frequencies(layer), dtype=torch.float64)
+        angles = torch.outer(torch.arange(like.size(1), dtype=torch.float64), frequencies)
+        return torch.polar(torch.ones_like(angles), angles)
+
+    assert block.layer_rotations is rope.layer_rotations
+    monkeypatch.setattr(block, "layer_rotations", turns)
+
+
+def float64(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: w.double() if w.is_floating_point() else w for n, w in weights.items()}
+
+
+def float64_actor(arch: Architecture, weights: dict[str, Tensor]) -> DeepSeekV4:
+    model = DeepSeekV4(transformer_config(arch), arch, freeze_router=False).double()
+    load_weights(model, weights)
+    return model
+
+
+@pytest.mark.usefixtures("float64_turns")
+@pytest.mark.parametrize("quant", [RELEASE, SERVED], ids=["release", "served"])
+@pytest.mark.parametrize(("arch", "length"), [(SMALL, 300), (DEMO, 150), (ALIGNED, 150)])
+def test_rounded_activations_equal_the_reference_in_float64(
+    arch: Architecture, length: int, quant: ActivationQuant
+) -> None:
+    """In FP32 a sum in another order flips codes; here an equal rounding gives equal logits."""
+    values = float64(random_weights(arch, seed=3))
+    tokens = random_tokens(arch, rows=2, length=length)
+    with torch.no_grad():
+        model = float64_actor(arch, values)
+        ours, plain = model(tokens, quant=quant), model(tokens)
+        theirs = Reference(values, arch, quant=quant).forward(tokens).logits
+    assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
+    assert (ours - plain).abs().max() > 1e-2 * theirs.abs().max()
+
+
+@pytest.mark.usefixtures("float64_turns")
+def test_gradients_go_straight_through_rounded_activations() -> None:
+    values = float64(random_weights(SMALL, seed=9))
+    tokens = random_tokens(SMALL, rows=1, length=150)
+    cotangent = torch.randn(1, 150, SMALL.vocab_size, generator=torch.Generator().manual_seed(7))
+    model = float64_actor(SMALL, values)
+    (model(tokens, quant=RELEASE) * cotangent).sum().backward()
+    leaves = {n: w.requires_grad_(w.is_floating_point()) for n, w in values.items()}
+    logits = Reference(leaves, SMALL, quant=RELEASE).forward(tokens).logits
+    (logits * cotangent).sum().backward()
+    for parameter in model.parameters():
+        grad = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if grad is None else grad
+    compared = 0
+    for name, ours in release_tensors(model):
+        if (theirs := leaves[name].grad) is not None and ".indexer." not in name:
+            assert (ours - theirs).norm() <= 1e-9 * theirs.norm(), name
+            compared += 1
+    assert compared > 100
+
+
+@pytest.mark.usefixtures("float64_turns")
+def test_mtp_rounds_its_projections() -> None:
+    values = float64(random_weights(ALIGNED, seed=3))
+    tokens = random_tokens(ALIGNED, rows=1, length=40)
+    with torch.no_grad():
+        reference = Reference(values, ALIGNED, quant=RELEASE)
+        streams = reference.forward(tokens).streams
+        theirs = reference.mtp(streams, tokens).logits
+        model = float64_actor(ALIGNED, values)
+        ours = model.mtp_logits(streams.flatten(0, 1), tokens, quant=RELEASE)
+    assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_full_rounding_is_that_of_the_sampler(
+    document: dict[str, Any], form: str, dtype: str
+) -> None:
+    """Few tokens meet a flipped code in FP32, most do in BF16; the median of all is bounded."""
+    (ids,) = random_tokens(ARCH, rows=1, length=60)
+    with torch.no_grad():
+        logits = Reference(published(form), ARCH, quant=RELEASE).forward(ids[None]).logits
+    theirs = logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+    def distance(**actor: Any) -> Tensor:
+        rows = new_actor(document, dtype=dtype, **actor).score([ids.numpy()])
+        return (torch.from_numpy(rows[0]) - theirs).abs().median()
+
+    assert distance(quantisation="full") <= (1e-4 if dtype == "float32" else 0.05)
+    assert distance(quantisation="weights") > 1e-3
+
+
+def test_a_fully_rounded_step_moves_the_masters(document: dict[str, Any]) -> None:
+    actor = new_actor(document, quantisation="full")
+    before = held(actor)
+    metrics = actor.train_step(batch())
+    assert metrics["grad_norm"] > 0
+    assert not equal(held(actor), before)
+
+
+def test_a_sampler_that_rounds_no_activations_has_an_actor_that_rounds_none(
+    document: dict[str, Any],
+) -> None:
+    sampler = {"rollout": {"quantise_activations": False}}
+    full = new_actor(document | sampler, quantisation="full")
+    ids = batch().samples[0].token_ids
+    assert (full.score([ids])[0] == new_actor(document).score([ids])[0]).all()

@@ -9,7 +9,6 @@ import gc
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from services.rollout.models.deepseek_v4_weights import derive
 from shared.channel import Request, SyncChannel
 from shared.errors import ChannelClosed
 from shared.process import die_with_parent
-from shared.quant.activation import RELEASE, UNQUANTISED, ActivationQuant
+from shared.quant.activation import ActivationQuant, embedded_rounding
 from shared.telemetry import configure_logging
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 from shared.weights.protocol import CommitUpdate
@@ -115,10 +114,7 @@ class EmbeddedEngine:
 
 
 def rounding_of(spec: EngineSpec) -> ActivationQuant:
-    """As the release rounds; a linear whose weights are not quantised takes its input as it is."""
-    if not spec.quantise_activations:
-        return UNQUANTISED
-    return replace(RELEASE, linear=spec.arch.weight_format in ("fp8", "fp4"))
+    return embedded_rounding(spec.arch.weight_format, activations=spec.quantise_activations)
 
 
 class _Loop:

@@ -33,6 +33,8 @@ from shared.errors import Rejected
 from shared.job import Job, expand_path
 from shared.messages import TrainingBatch
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.quant.activation import UNQUANTISED, ActivationQuant, embedded_rounding
+from shared.quant.policy import Policy
 
 log = structlog.get_logger()
 Progress = Callable[[str, int], None]
@@ -52,6 +54,7 @@ class Actor:
             clamp_shared_experts=job.actor.clamp_shared_expert,
         )
         self.policy = served_policy(job, self.rollout_checkpoint)
+        self._quant = _activation_rounding(job, self.policy)
         self.config = transformer_config(self.architecture, dtype=job.actor.dtype)
         self.model = DeepSeekV4(
             self.config, self.architecture, freeze_router=job.actor.freeze_router
@@ -140,7 +143,11 @@ class Actor:
         micro_batches = self._pack(sequences)
         with self._rounding():
             return schedule.score(
-                self.model, micro_batches, num_tokens=num_tokens, temperature=temperature
+                self.model,
+                micro_batches,
+                num_tokens=num_tokens,
+                temperature=temperature,
+                quant=self._quant,
             )
 
     def _rounding(self) -> AbstractContextManager[None]:
@@ -178,6 +185,7 @@ class Actor:
                 temperature=batch.temperature,
                 clipping=Clipping(algorithm.clip_low, algorithm.clip_high),
                 tis_cap=algorithm.tis_cap if algorithm.tis else None,
+                quant=self._quant,
             )
         with clock("optimizer"):
             self._check_finite(loss, batch.step, first=first)
@@ -207,6 +215,12 @@ class Actor:
         if not first:  # earlier updates of this step have moved the weights already
             raise RuntimeError(f"step {step}: {what} after the step's first update")
         raise Rejected(f"step {step}: {what}; the weights are unchanged")
+
+
+def _activation_rounding(job: Job, policy: Policy) -> ActivationQuant:
+    if job.actor.quantisation != "full":
+        return UNQUANTISED
+    return embedded_rounding(policy.linear, activations=job.rollout.quantise_activations)
 
 
 @dataclass(frozen=True, slots=True)

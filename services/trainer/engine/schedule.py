@@ -15,6 +15,7 @@ from torch import Tensor
 from services.trainer.loss import Clipping, TokenBatch, policy_loss
 from services.trainer.models.deepseek_v4.head import TokenScores
 from services.trainer.packing import MicroBatch
+from shared.quant.activation import UNQUANTISED, ActivationQuant
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,12 @@ class TokenRecord:
 
 
 def score(
-    model: Any, micro_batches: Sequence[MicroBatch], *, num_tokens: int, temperature: float
+    model: Any,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    num_tokens: int,
+    temperature: float,
+    quant: ActivationQuant = UNQUANTISED,
 ) -> TokenRecord:
     """Log-probabilities and entropies of all scored tokens, without gradients."""
 
@@ -48,7 +54,8 @@ def score(
         return torch.zeros(()), TokenRecord(scores.logprobs, scores.entropy, ones > 1, ones)
 
     with torch.no_grad():
-        _, record = _run(model, micro_batches, nothing_to_learn, num_tokens, temperature, True)
+        inputs = _Pass(model, micro_batches, num_tokens, temperature, quant)
+        _, record = _run(inputs, nothing_to_learn, forward_only=True)
     return record
 
 
@@ -60,6 +67,7 @@ def forward_backward(
     temperature: float,
     clipping: Clipping,
     tis_cap: float | None,
+    quant: ActivationQuant = UNQUANTISED,
 ) -> tuple[float, TokenRecord]:
     """Accumulate the gradient of the policy loss of all micro-batches; -> the loss, the record."""
 
@@ -76,33 +84,38 @@ def forward_backward(
         logprobs = scores.logprobs.detach()
         return result.total, TokenRecord(logprobs, scores.entropy, result.clipped, result.weights)
 
-    return _run(model, micro_batches, learn, len(tokens.sampler), temperature, False)
+    inputs = _Pass(model, micro_batches, len(tokens.sampler), temperature, quant)
+    return _run(inputs, learn, forward_only=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Of all micro-batches through one model."""
+
+    model: Any
+    micro_batches: Sequence[MicroBatch]
+    num_tokens: int
+    temperature: float
+    quant: ActivationQuant
 
 
 _Judge = Callable[[MicroBatch, TokenScores], tuple[Tensor, TokenRecord]]
 
 
-def _run(
-    model: Any,
-    micro_batches: Sequence[MicroBatch],
-    judge: _Judge,
-    num_tokens: int,
-    temperature: float,
-    forward_only: bool,
-) -> tuple[float, TokenRecord]:
-    record = TokenRecord.empty(num_tokens)
-    if not micro_batches:
+def _run(inputs: _Pass, judge: _Judge, *, forward_only: bool) -> tuple[float, TokenRecord]:
+    record = TokenRecord.empty(inputs.num_tokens)
+    if not inputs.micro_batches:
         return 0.0, record
 
     def step(batches: Iterator[MicroBatch], stage: Any) -> tuple[Any, Any]:
         micro = next(batches)
-        return _forward(stage, micro, temperature), partial(_loss, judge, micro, record)
+        return _forward(stage, micro, inputs), partial(_loss, judge, micro, record)
 
     losses = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(micro_batches),
-        model=[model],
-        num_microbatches=len(micro_batches),
+        data_iterator=iter(inputs.micro_batches),
+        model=[inputs.model],
+        num_microbatches=len(inputs.micro_batches),
         seq_length=1,  # only pipelines read these two
         micro_batch_size=1,
         forward_only=forward_only,
@@ -110,13 +123,14 @@ def _run(
     return sum(losses), record
 
 
-def _forward(stage: Any, micro: MicroBatch, temperature: float) -> Any:
+def _forward(stage: Any, micro: MicroBatch, inputs: _Pass) -> Any:
     device = next(stage.parameters()).device
     return stage(
         torch.from_numpy(micro.token_ids).to(device),
         positions_N=torch.from_numpy(micro.positions).to(device),
         labels_N=torch.from_numpy(micro.labels).to(device),
-        temperature=temperature,
+        temperature=inputs.temperature,
+        quant=inputs.quant,
     )
 
 

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from services.trainer.models.deepseek_v4 import activations
 from services.trainer.models.deepseek_v4.attention_core import Reach, attend, visible
 from services.trainer.models.deepseek_v4.compressor import Compressor
 from services.trainer.models.deepseek_v4.indexer import Indexer
@@ -26,6 +27,7 @@ from services.trainer.models.deepseek_v4.layers import (
 from services.trainer.models.deepseek_v4.rope import norm_rotate, rotate
 from services.trainer.models.deepseek_v4.trace import Trace
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.quant.activation import ActivationQuant
 
 
 class HybridAttention(nn.Module):
@@ -75,15 +77,17 @@ class HybridAttention(nn.Module):
             skip_bias_add=False,
         )
 
-    def forward(self, x_BSD: Tensor, turns: Tensor, trace: Trace) -> Tensor:
+    def forward(self, x_BSD: Tensor, turns: Tensor, trace: Trace, quant: ActivationQuant) -> Tensor:
         """`[B, S, D]` -> `[B * S, D]`."""
         rows, length, _ = x_BSD.shape
+        rounded_BSD = activations.linear_input(x_BSD, quant)
         turns_S1P = turns.unsqueeze(1)
-        qr = self.q_norm(self.wq_a(x_BSD))
+        qr = activations.linear_input(self.q_norm(self.wq_a(rounded_BSD)), quant)
         q_BSHK = self.wq_b(qr)[0].view(rows, length, self.heads, self.head_dim)
         q_BSHK = trace("attn.q", norm_rotate(q_BSHK, turns_S1P, self.eps))
-        kv_BSK = trace("attn.kv", rotate(self.kv_norm(self.wkv(x_BSD)), turns))
-        entries_BWK, selected_BSW = self._entries(x_BSD, qr, turns, trace)
+        kv_BSK = rotate(self.kv_norm(self.wkv(rounded_BSD)), turns)
+        kv_BSK = trace("attn.kv", activations.keys(kv_BSK, quant, rotary=2 * turns.size(-1)))
+        entries_BWK, selected_BSW = self._entries(x_BSD, qr, turns, trace, quant)
         out_BSHK = attend(
             q_BSHK,
             _for_all_heads(kv_BSK),
@@ -93,17 +97,19 @@ class HybridAttention(nn.Module):
             reach=self.reach,
         )
         out_BSHK = trace("attn.core", rotate(out_BSHK, turns_S1P, inverse=True))
-        return self.wo_b(self.wo_a(out_BSHK.view(rows * length, self.groups, -1)))[0]
+        up_TR = self.wo_a(out_BSHK.view(rows * length, self.groups, -1))
+        return self.wo_b(activations.linear_input(up_TR, quant))[0]
 
     def _entries(
-        self, x_BSD: Tensor, qr: Tensor, turns: Tensor, trace: Trace
+        self, x_BSD: Tensor, qr: Tensor, turns: Tensor, trace: Trace, quant: ActivationQuant
     ) -> tuple[Tensor | None, Tensor | None]:
         if self.compressor is None:
             return None, None
         entries = self.compressor(x_BSD, turns)
         if entries is not None:
+            entries = activations.keys(entries, quant, rotary=2 * turns.size(-1))
             trace("attn.compressor", entries)
-        selected = None if self.indexer is None else self.indexer(x_BSD, qr, turns)
+        selected = None if self.indexer is None else self.indexer(x_BSD, qr, turns, quant.indexer)
         if selected is not None:
             trace("attn.indexer", selected & visible(selected, self.reach.ratio))
         return entries, selected

@@ -13,6 +13,7 @@ from services.trainer.models.deepseek_v4.layers import RMSNorm
 from services.trainer.models.deepseek_v4.rope import layer_rotations
 from services.trainer.models.deepseek_v4.trace import Routes, Trace
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.quant.activation import UNQUANTISED, ActivationQuant
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class BlockInput:
 
     token_ids: Tensor  # [B, S]
     routes: Routes
+    quant: ActivationQuant = UNQUANTISED
 
 
 class Block(nn.Module):
@@ -43,12 +45,13 @@ class Block(nn.Module):
 
         y_TD, post, comb = self._mix(self.hc_attn, "hc_attn", h_TND, trace)
         x_BSD = trace("attn.norm", self.attn_norm(y_TD).view(*ids_BS.shape, -1))
-        y_TD = trace.flat("attn", self.attn(x_BSD, turns, trace))
+        y_TD = trace.flat("attn", self.attn(x_BSD, turns, trace, given.quant))
         h_TND = trace.flat("hc_attn.merge", self.hc_attn.merge(y_TD, h_TND, post, comb))
 
         y_TD, post, comb = self._mix(self.hc_ffn, "hc_ffn", h_TND, trace)
         x_TD = trace.flat("ffn.norm", self.ffn_norm(y_TD))
-        y_TD = trace.flat("ffn", self.ffn(x_TD, ids_BS.flatten(), given.routes, trace))
+        y_TD = self.ffn(x_TD, ids_BS.flatten(), given.routes, trace, given.quant)
+        y_TD = trace.flat("ffn", y_TD)
         return trace.flat("hc_ffn.merge", self.hc_ffn.merge(y_TD, h_TND, post, comb))
 
     def _mix(

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from services.trainer.models.deepseek_v4.activations import linear_input
 from services.trainer.models.deepseek_v4.layers import (
     ClampedSwiGLU,
     clamped_swiglu,
@@ -24,6 +25,7 @@ from services.trainer.models.deepseek_v4.layers import (
 from services.trainer.models.deepseek_v4.router import Router
 from services.trainer.models.deepseek_v4.trace import Routes, Trace
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.quant.activation import ActivationQuant
 
 
 class MixtureOfExperts(nn.Module):
@@ -35,13 +37,21 @@ class MixtureOfExperts(nn.Module):
         self.experts = RoutedExperts(config, architecture)
         self.shared_experts = SharedExpert(config, architecture)
 
-    def forward(self, x_TD: Tensor, token_ids_T: Tensor, routes: Routes, trace: Trace) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        token_ids_T: Tensor,
+        routes: Routes,
+        trace: Trace,
+        quant: ActivationQuant,
+    ) -> Tensor:
         ids_Tk, weights_Tk = self.gate(x_TD, token_ids_T, routes)
         if trace.states is not None:
             dense_TE = weights_Tk.new_zeros(x_TD.size(0), self.gate.weight.size(0))
             trace.flat("router", dense_TE.scatter(1, ids_Tk, weights_Tk))
-        routed_TD = trace.flat("experts", self.experts(x_TD, ids_Tk, weights_Tk))
-        shared_TD = trace.flat("shared_experts", self.shared_experts(x_TD))
+        rounded_TD = linear_input(x_TD, quant)
+        routed_TD = trace.flat("experts", self.experts(rounded_TD, ids_Tk, weights_Tk, quant))
+        shared_TD = trace.flat("shared_experts", self.shared_experts(rounded_TD, quant))
         return (routed_TD + wide(shared_TD)).to(x_TD.dtype)
 
 
@@ -60,9 +70,10 @@ class SharedExpert(nn.Module):
         )
         self.limit = a.swiglu_limit if a.clamp_shared_experts else 0.0
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, quant: ActivationQuant) -> Tensor:
+        """`x` comes rounded."""
         hidden = ClampedSwiGLU.apply(self.w1(x_TD)[0], self.w3(x_TD)[0], self.limit)
-        return self.w2(hidden)[0]
+        return self.w2(linear_input(hidden, quant))[0]
 
 
 class RoutedExperts(nn.Module):
@@ -80,8 +91,10 @@ class RoutedExperts(nn.Module):
             weight.allreduce = config.expert_model_parallel_size == 1
         self.limit = a.swiglu_limit
 
-    def forward(self, x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        """-> `[T, D]` FP32: the weighted sum over each token's experts."""
+    def forward(
+        self, x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, quant: ActivationQuant
+    ) -> Tensor:
+        """-> `[T, D]` FP32: the weighted sum over each token's experts. `x` comes rounded."""
         flat = ids_Tk.flatten()
         order_M = torch.argsort(flat, stable=True)
         place_M = torch.empty_like(order_M)
@@ -89,7 +102,9 @@ class RoutedExperts(nn.Module):
         counts = torch.bincount(flat, minlength=self.num_experts).tolist()
         rows_MD = _TakeRows.apply(x_TD, order_M, place_M, ids_Tk.size(1))
         weights_M = weights_Tk.flatten()[order_M]
-        out_MD = _GroupedSwiGLU.apply(rows_MD, self.w13, self.w2, weights_M, counts, self.limit)
+        out_MD = _GroupedSwiGLU.apply(
+            rows_MD, self.w13, self.w2, weights_M, counts, self.limit, quant
+        )
         return _SumRows.apply(out_MD, order_M, place_M, ids_Tk.size(1))
 
 
@@ -145,6 +160,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         weights_M: Tensor,
         counts: list[int],
         limit: float,
+        quant: ActivationQuant,
     ) -> Tensor:
         gate_MI = rows_MD.new_empty(rows_MD.size(0), w2.size(2))
         up_MI, out_MD = torch.empty_like(gate_MI), torch.empty_like(rows_MD)
@@ -153,9 +169,10 @@ class _GroupedSwiGLU(torch.autograd.Function):
             torch.mm(x, w13[expert, 0].t(), out=gate)
             torch.mm(x, w13[expert, 1].t(), out=up)
             hidden = clamped_swiglu(gate, up, limit).mul_(weights_M[rows].unsqueeze(-1))
-            torch.mm(hidden.to(x.dtype), w2[expert].t(), out=out_MD[rows])
+            hidden = linear_input(hidden.to(x.dtype), quant)
+            torch.mm(hidden, w2[expert].t(), out=out_MD[rows])
         ctx.save_for_backward(rows_MD, w13, w2, weights_M, gate_MI, up_MI)
-        ctx.counts, ctx.limit = counts, limit
+        ctx.counts, ctx.limit, ctx.quant = counts, limit, quant
         return out_MD
 
     @staticmethod
@@ -169,13 +186,14 @@ class _GroupedSwiGLU(torch.autograd.Function):
             hidden = clamped_swiglu(gate, up, ctx.limit)
             grad_hidden = wide(torch.mm(grad, w2[expert]))
             grad_weights[rows] = row_dots(grad_hidden, hidden)
-            torch.mm(grad.t(), hidden.mul_(weight).to(x.dtype), out=grad_w2[expert])
+            hidden = linear_input(hidden.mul_(weight).to(x.dtype), ctx.quant)
+            torch.mm(grad.t(), hidden, out=grad_w2[expert])
             grads = swiglu_backward(grad_hidden.mul_(weight), gate, up, ctx.limit)
             for part, grad_part in enumerate(grads):
                 grad_part = grad_part.to(x.dtype)
                 torch.mm(grad_part.t(), x, out=grad_w13[expert, part])
                 grad_rows[rows].addmm_(grad_part, w13[expert, part], beta=float(part))
-        return grad_rows, grad_w13, grad_w2, grad_weights, None, None
+        return grad_rows, grad_w13, grad_w2, grad_weights, None, None, None
 
 
 def _spans(counts: list[int]) -> list[tuple[int, slice]]:

@@ -5,11 +5,14 @@ gradients. Ties go to the lower entry, so that every engine selects alike.
 """
 
 # B rows, S tokens, W entries, H indexer heads, K indexer width
+from typing import Literal
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from services.trainer.models.deepseek_v4.activations import indexer_vectors
 from services.trainer.models.deepseek_v4.compressor import Compressor
 from services.trainer.models.deepseek_v4.layers import ReplicatedLinear, freeze, wide
 from services.trainer.models.deepseek_v4.rope import rotate
@@ -33,8 +36,13 @@ class Indexer(nn.Module):
         freeze(self)
 
     @torch.no_grad()
-    def forward(self, x_BSD: Tensor, qr_BSC: Tensor, turns: Tensor) -> Tensor | None:
-        """-> `[B, S, W]` bool, the entries each query may use; None while all of them survive."""
+    def forward(
+        self, x_BSD: Tensor, qr_BSC: Tensor, turns: Tensor, form: Literal["none", "fp8", "fp4"]
+    ) -> Tensor | None:
+        """-> `[B, S, W]` bool, the entries each query may use; None while all of them survive.
+
+        Queries and entries are rounded to `form`; `qr` comes rounded as the input of a linear.
+        """
         rows, length = x_BSD.shape[:2]
         if length // self.ratio <= self.top_k:
             return None
@@ -43,23 +51,25 @@ class Indexer(nn.Module):
         selected = torch.ones(rows, length, keys_BWK.size(1), dtype=torch.bool, device=x_BSD.device)
         # Queries before `first` see at most top_k entries and keep them all.
         first = (self.top_k + 1) * self.ratio - 1
-        keys_BKW = wide(keys_BWK).transpose(1, 2)
+        keys_BKW = indexer_vectors(keys_BWK, form).transpose(1, 2)
         for start in range(first, length, QUERY_CHUNK):
             chunk = slice(start, min(start + QUERY_CHUNK, length))
-            scores = self._scores(x_BSD[:, chunk], qr_BSC[:, chunk], turns[chunk], keys_BKW)
+            q_BSHK = self._queries(qr_BSC[:, chunk], turns[chunk])
+            scores = self._scores(x_BSD[:, chunk], indexer_vectors(q_BSHK, form), keys_BKW)
             entry = torch.arange(keys_BWK.size(1), device=x_BSD.device)
             position = torch.arange(chunk.start, chunk.stop, device=x_BSD.device).unsqueeze(-1)
             scores.masked_fill_(entry >= (position + 1) // self.ratio, float("-inf"))
             selected[:, chunk] = top_mask(scores, self.top_k)
         return selected
 
-    def _scores(self, x: Tensor, qr: Tensor, turns: Tensor, keys_BKW: Tensor) -> Tensor:
+    def _queries(self, qr_BSC: Tensor, turns: Tensor) -> Tensor:
+        q_BSHK = self.wq_b(qr_BSC).unflatten(-1, (self.heads, self.width))
+        return rotate(q_BSHK, turns.unsqueeze(1))
+
+    def _scores(self, x: Tensor, q: Tensor, keys_BKW: Tensor) -> Tensor:
         """`Σ_h a_h · relu(q_h · k_w)` of a chunk of queries, FP32."""
         rows, length = x.shape[:2]
-        q = rotate(self.wq_b(qr).view(rows, length, self.heads, self.width), turns.unsqueeze(1))
-        dots = (
-            torch.bmm(wide(q).flatten(1, 2), keys_BKW).relu_().view(rows * length, self.heads, -1)
-        )
+        dots = torch.bmm(q.flatten(1, 2), keys_BKW).relu_().view(rows * length, self.heads, -1)
         weights = wide(linear(x, self.weights_proj.weight))
         weights = weights * (self.width**-0.5 * self.heads**-0.5)
         return torch.bmm(weights.view(rows * length, 1, -1), dots).view(rows, length, -1)

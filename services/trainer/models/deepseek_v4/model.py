@@ -19,6 +19,7 @@ from services.trainer.models.deepseek_v4.layers import RMSNorm, freeze
 from services.trainer.models.deepseek_v4.mtp import MtpBlock
 from services.trainer.models.deepseek_v4.trace import Routes, Trace
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.quant.activation import UNQUANTISED, ActivationQuant
 
 
 class DeepSeekV4(MegatronModule):
@@ -72,16 +73,18 @@ class DeepSeekV4(MegatronModule):
         positions_N: Tensor | None = None,
         labels_N: Tensor | None = None,
         temperature: float = 1.0,
+        quant: ActivationQuant = UNQUANTISED,
         routes: Routes | None = None,
         trace: Trace | None = None,
     ) -> Tensor | TokenScores:
         """Scores of `labels_N` at flat `positions_N` (row · S + token); without labels the logits.
 
         -> `TokenScores` `[N]`, or FP32 logits `[B, S, V]`; a stage that is not the last returns its
-        streams `[T, N, D]`. The label of position t is the token at t + 1.
+        streams `[T, N, D]`. The label of position t is the token at t + 1. `quant` says which
+        activations are rounded.
         """
         trace = (trace or Trace()).under("", rows=len(token_ids_BS))
-        given = BlockInput(token_ids_BS, routes or Routes())
+        given = BlockInput(token_ids_BS, routes or Routes(), quant)
         h_TND = trace.flat("embed", self._first_streams(token_ids_BS))
         for name, block in self.layers.items():
             h_TND = block(h_TND, given, trace.under(f"layers.{name}.", rows=trace.rows))
@@ -94,12 +97,19 @@ class DeepSeekV4(MegatronModule):
         x_ND = self.norm(self.hc_head(h_TND.index_select(0, positions_N)))
         return self.head.score(x_ND, labels_N, temperature)
 
-    def mtp_logits(self, h_TND: Tensor, next_ids_BS: Tensor, *, depth: int = 0) -> Tensor:
+    def mtp_logits(
+        self,
+        h_TND: Tensor,
+        next_ids_BS: Tensor,
+        *,
+        depth: int = 0,
+        quant: ActivationQuant = UNQUANTISED,
+    ) -> Tensor:
         """FP32 logits `[B, S, V]` of the token after the next, from the last streams."""
         embedded_TD: Tensor = self.embed(next_ids_BS.flatten())
         block = self.mtp[str(depth)]
         assert isinstance(block, MtpBlock)
-        x_TD = block.hidden(h_TND, embedded_TD, BlockInput(next_ids_BS, Routes()))
+        x_TD = block.hidden(h_TND, embedded_TD, BlockInput(next_ids_BS, Routes(), quant))
         return self.head.logits(x_TD.view(*next_ids_BS.shape, -1))
 
     def _first_streams(self, token_ids_BS: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ and the output head of the model.
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from services.trainer.models.deepseek_v4.activations import linear_input
 from services.trainer.models.deepseek_v4.block import Block, BlockInput
 from services.trainer.models.deepseek_v4.hyper_connections import HeadMix
 from services.trainer.models.deepseek_v4.layers import ReplicatedLinear, RMSNorm
@@ -33,6 +34,7 @@ class MtpBlock(Block):
     def hidden(self, h_TND: Tensor, next_TD: Tensor, given: BlockInput) -> Tensor:
         """What the head reads, `[T, D]`, from the model's last streams and the embeddings of the
         next tokens; `given.token_ids` are the next tokens, too."""
-        embedded_TD = self.e_proj(self.enorm(next_TD))
-        streams = embedded_TD.unsqueeze(1) + self.h_proj(self.hnorm(h_TND))
+        embedded_TD = self.e_proj(linear_input(self.enorm(next_TD), given.quant))
+        rounded_TND = linear_input(self.hnorm(h_TND), given.quant)
+        streams = embedded_TD.unsqueeze(1) + self.h_proj(rounded_TND)
         return self.norm(self.hc_head(self(streams, given, Trace())))
