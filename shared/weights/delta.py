@@ -4,11 +4,11 @@ One optimiser step moves few of a quantised matrix's codes, but some in every pa
 sent, not blocks. A delta works on raw bytes and rebuilds them exactly, whatever they mean. Whether
 the base was the right one is not its business: the checksum of the result tells.
 
-    header | for every run of elements: header | positions | 4-bit steps | whole values
+    header | for every run of elements: header | positions | steps | whole values
 
 Each run of a tensor takes what is smallest for it: positions as gaps of one or two bytes, or a
-bitmap where much has changed; values whole, or as steps where most move to a near neighbour in
-their format (codes of E4M3, numbers of BF16).
+bitmap where much has changed; values whole, or as steps of 4, 8 or 16 bits where most move to a
+near neighbour in their format (codes of E4M3, numbers of BF16 and FP32).
 """
 
 import struct
@@ -22,22 +22,21 @@ from numpy.typing import NDArray
 from shared.errors import WeightsCorrupt
 
 Positions = Literal["gaps8", "gaps16", "bitmap"]
-Values = Literal["whole", "steps"]
+Values = Literal["whole", "steps4", "steps8", "steps16"]
 Buffer = bytes | bytearray | memoryview | NDArray[Any]
 Array = NDArray[Any]
 
-DEFAULT_MAX_SHARE = 0.5
+DEFAULT_MAX_SHARE = 0.8
 
 _FORMAT = 1
 _HEADER = struct.Struct("<BBxxxxxxQQ")  # format, bytes of an element, elements, changed ones
 _RUN = struct.Struct("<BBxxIII")  # two forms, changed elements, bytes of positions, whole values
 _RUN_ITEMS = 1 << 20  # so that what is made of a run stays in a cache
 _POSITIONS: tuple[Positions, ...] = ("gaps8", "gaps16", "bitmap")
-_VALUES: tuple[Values, ...] = ("whole", "steps")
+_VALUES: tuple[Values, ...] = ("whole", "steps4", "steps8", "steps16")
 _GAPS: dict[Positions, np.dtype[Any]] = {"gaps8": np.dtype("<u1"), "gaps16": np.dtype("<u2")}
 _ELEMENTS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
-_BIAS = 8  # a step of -7..7 is stored as 1..15; 0 sends the value whole
-_MAX_STEP = 7
+_STEP_BITS: dict[Values, int] = {"steps4": 4, "steps8": 8, "steps16": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +158,35 @@ def _encode_gaps(gaps: NDArray[np.int32], dtype: np.dtype[Any]) -> Array:
 
 
 def _encode_values(old: Array, new: Array) -> tuple[Values, bytes, Array]:
-    """(form, 4-bit steps, values that are sent whole)."""
-    codes = new - old + new.dtype.type(_BIAS)  # wraps around, as the decoder does
-    is_whole = (codes < _BIAS - _MAX_STEP) | (codes > _BIAS + _MAX_STEP)
-    num_whole = int(np.count_nonzero(is_whole))
-    if (len(new) + 1) // 2 + num_whole * new.itemsize >= new.nbytes:
-        return "whole", b"", new
-    codes[is_whole] = 0
-    pairs = np.zeros(len(codes) + len(codes) % 2, np.uint8)
-    pairs[: len(codes)] = codes
-    return "steps", (pairs[0::2] | pairs[1::2] << 4).tobytes(), new[is_whole]
+    """(form, steps, values that are sent whole).
+
+    A step of b bits is the difference plus 2^(b-1); 0 stands for a value that is sent whole.
+    """
+    moves = (new - old).view(f"<i{new.itemsize}")
+    best: tuple[int, Values, Array] = (new.nbytes, "whole", moves)
+    for form, bits in _STEP_BITS.items():
+        if bits >= 8 * new.itemsize:
+            break
+        most = (1 << (bits - 1)) - 1
+        far = (moves < -most) | (moves > most)
+        cost = (len(new) * bits + 7) // 8 + int(np.count_nonzero(far)) * new.itemsize
+        if cost < best[0]:
+            best = (cost, form, far)
+    _, form, far = best
+    if form == "whole":
+        return form, b"", new
+    bits = _STEP_BITS[form]
+    codes = (moves + (1 << (bits - 1))).astype(np.uint16 if bits == 16 else np.uint8)
+    codes[far] = 0
+    return form, _pack_codes(codes, bits), new[far]
+
+
+def _pack_codes(codes: Array, bits: int) -> bytes:
+    """Two of 4 bits in a byte, the first low; wider ones as they are."""
+    if bits == 4:
+        pairs = np.append(codes, np.zeros(len(codes) % 2, np.uint8))
+        codes = pairs[0::2] | pairs[1::2] << 4
+    return codes.astype(codes.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 class _Reader:
@@ -196,11 +214,11 @@ def _apply_run(result: Array, reader: _Reader) -> int:
     at = _decode_positions(reader.take(position_bytes), _POSITIONS[positions], len(result))
     if len(at) != num_changed or (num_changed and at[-1] >= len(result)):
         raise WeightsCorrupt(f"positions are not of {num_changed} in {len(result)} elements")
-    is_steps = _VALUES[values] == "steps"
-    pairs = reader.take((num_changed + 1) // 2 if is_steps else 0)
+    bits = _STEP_BITS.get(_VALUES[values], 0)
+    steps = reader.take((num_changed * bits + 7) // 8)
     whole = reader.take(num_whole * result.itemsize).view(result.dtype)
-    if is_steps:
-        whole = _decode_steps(pairs, whole, result[at])
+    if bits:
+        whole = _decode_steps(_unpack_codes(steps, bits)[:num_changed], bits, whole, result[at])
     if len(whole) != num_changed:
         raise WeightsCorrupt(f"{len(whole)} values for {num_changed} positions")
     result[at] = whole
@@ -222,13 +240,18 @@ def _decode_positions(raw: NDArray[np.uint8], form: Positions, num_items: int) -
     return at
 
 
-def _decode_steps(pairs: NDArray[np.uint8], whole: Array, old: Array) -> Array:
-    codes = np.empty(2 * len(pairs), np.uint8)
-    codes[0::2], codes[1::2] = pairs & 0xF, pairs >> 4
-    codes = codes[: len(old)]
-    is_whole = codes == 0
-    if np.count_nonzero(is_whole) != len(whole):
-        raise WeightsCorrupt(f"{np.count_nonzero(is_whole)} values are whole, found {len(whole)}")
-    values: Array = old + codes.astype(old.dtype) - old.dtype.type(_BIAS)
-    values[is_whole] = whole
+def _unpack_codes(raw: NDArray[np.uint8], bits: int) -> Array:
+    if bits != 4:
+        return raw.view(f"<u{bits // 8}")
+    codes = np.empty(2 * len(raw), np.uint8)
+    codes[0::2], codes[1::2] = raw & 0xF, raw >> 4
+    return codes
+
+
+def _decode_steps(codes: Array, bits: int, whole: Array, old: Array) -> Array:
+    far = codes == 0
+    if np.count_nonzero(far) != len(whole):
+        raise WeightsCorrupt(f"{np.count_nonzero(far)} values are whole, found {len(whole)}")
+    values: Array = old + codes.astype(old.dtype) - old.dtype.type(1 << (bits - 1))
+    values[far] = whole
     return values

@@ -48,14 +48,15 @@ def slow_apply(base: bytes, delta: bytes) -> bytes:
         raw, cursor = delta[cursor : cursor + position_bytes], cursor + position_bytes
         at = slow_positions(raw, positions, min(module._RUN_ITEMS, count - start))
         assert len(at) == changes
-        step_bytes = (changes + 1) // 2 if values else 0
+        bits = [0, 4, 8, 16][values]
+        step_bytes = (changes * bits + 7) // 8
         steps, cursor = delta[cursor : cursor + step_bytes], cursor + step_bytes
         whole = [delta[cursor + i * width : cursor + (i + 1) * width] for i in range(num_whole)]
         cursor += num_whole * width
         for number, place in enumerate(at):
-            code = steps[number // 2] >> 4 * (number % 2) & 15 if values else 0
+            code = int.from_bytes(steps, "little") >> bits * number & ((1 << bits) - 1)
             old = int.from_bytes(items[start + place], "little")
-            moved = ((old + code - 8) % 256**width).to_bytes(width, "little")
+            moved = ((old + code - (1 << bits >> 1)) % 256**width).to_bytes(width, "little")
             items[start + place] = moved if code else whole.pop(0)
         assert not whole
         seen += changes
@@ -100,7 +101,7 @@ def test_any_bytes_come_back(data: Any) -> None:
     count=st.integers(1, 5000),
     width=st.sampled_from(WIDTHS),
     share=st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 1.0]),
-    step=st.sampled_from([None, 1, 7, 8, 128]),
+    step=st.sampled_from([None, 1, 7, 8, 127, 128, 32767, 32768]),
     seed=st.integers(0, 99),
 )
 def test_any_share_and_step_comes_back_in_runs(
@@ -149,6 +150,14 @@ def test_small_steps_cost_half_a_byte() -> None:
     encoded = encode_delta(wide, changed(wide, 0.03, step=1), item_bytes=2)
     assert encoded is not None
     assert len(encoded) / wide.nbytes < 0.023
+
+
+@pytest.mark.parametrize(("step", "byte"), [(5, 0.5), (100, 1), (10_000, 2)])
+def test_steps_are_as_wide_as_they_must_be(step: int, byte: float) -> None:
+    base = random_elements(100_000, 4)
+    encoded = encode_delta(base, changed(base, 1.0, step=step), item_bytes=4, max_share=1)
+    assert encoded is not None
+    assert len(encoded) / len(base) == pytest.approx(1 / 8 + byte, rel=0.01)
 
 
 def test_a_bitmap_serves_where_much_has_changed() -> None:
