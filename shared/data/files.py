@@ -47,7 +47,8 @@ def _lines(name: str, file: BinaryIO) -> Iterator[Record]:
 
 def _object(name: str, line: int, body: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(body.decode("utf-8-sig" if line == 1 else "utf-8"))
+        text = body.decode("utf-8-sig" if line == 1 else "utf-8")
+        value = json.loads(text.rstrip(), parse_constant=_no_number)
     except UnicodeDecodeError as err:
         raise DataError(name, f"not UTF-8 at byte {err.start} of the line", line=line) from err
     except json.JSONDecodeError as err:
@@ -58,6 +59,10 @@ def _object(name: str, line: int, body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(name, f"expected an object, got {type(value).__name__}", line=line)
     return value
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
 
 
 def _parquet(name: str, file: BinaryIO) -> Iterator[Record]:

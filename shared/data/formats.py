@@ -41,7 +41,18 @@ def read_fields(fields: Mapping[str, Any], row_format: DataFormat) -> tuple[str,
     gold = _text(_first(row, places.gold_keys)).strip()
     if not gold:
         raise ValueError(f"a row without an answer: {row_format} looks for {places.gold_keys}")
+    for text in (problem, gold):
+        _check_unicode(text)
     return problem, places.read_gold(gold)
+
+
+def _check_unicode(text: str) -> None:
+    """JSON may spell half a character (`"\\ud800"`), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as err:
+        half = text[err.start].encode("unicode_escape").decode()
+        raise ValueError(f"{half} at character {err.start} is half a character") from err
 
 
 def _lower_keys(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,6 +130,8 @@ async def trainer(config: TrainerConfig, tmp_path: Path) -> AsyncIterator[Traine
 WRONG = [
     ({"seps": 2}, "seps", 2, "did you mean steps?", "steps"),
     ({"steps": 0}, "steps", 0, "greater than 0", "gt 0"),
+    ({"steps": True}, "steps", True, "integer", None),
+    ({"seed": 2**63}, "seed", 2**63, "less than", "lt 9223372036854775808"),
     ({"steps": "many"}, "steps", "many", "integer", None),
     ({"name": "No Spaces"}, "name", "No Spaces", "pattern", "a-z"),
     ({"sampling": {"context_length": 32}}, "sampling.max_response_tokens", None, "required", None),
@@ -144,6 +146,7 @@ WRONG = [
     ({"data": {"path": "x", "format": "xml"}}, "data.format", "xml", "Input should be", "gsm8k"),
     ({"data": {"path": "/etc/passwd"}}, "data.path", "/etc/passwd", "outside the data roots", "/"),
     ({"data": {"path": "$NOT_SET/x"}}, "data.path", "$NOT_SET/x", "not set", None),
+    ({"model": {"rollout_checkpoint": "/etc"}}, "model.rollout_checkpoint", "/etc", "outside", "/"),
     ({"data": {"path": "README.mdx"}}, "data.path", None, "README.mdx", None),
     (
         {"model": {"rollout_checkpoint": "assets"}},
@@ -166,6 +169,19 @@ async def test_wrong_document_is_refused_by_key(
     assert value is None or problem["value"] == value
     assert message in problem["message"]
     assert allowed is None or allowed in str(problem["allowed"])
+    assert (await trainer.http.get("/v1/jobs")).json() == {"jobs": []}
+
+
+@pytest.mark.parametrize("temperature", ["NaN", "Infinity", "1e999"])
+async def test_number_that_json_lacks_is_refused(trainer: Trainer, temperature: str) -> None:
+    sampling = {"context_length": 32, "max_response_tokens": 8, "temperature": "here"}
+    body = json.dumps(trainer.document(sampling=sampling)).replace('"here"', temperature)
+    json_type = {"content-type": "application/json"}
+    answer = await trainer.http.post("/v1/jobs", content=body, headers=json_type)
+    assert answer.status_code == 422
+    (problem,) = answer.json()["detail"]
+    assert problem["key"] == "sampling.temperature"
+    assert problem["value"] in ("nan", "inf")
     assert (await trainer.http.get("/v1/jobs")).json() == {"jobs": []}
 
 

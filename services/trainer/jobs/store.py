@@ -15,10 +15,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
+import structlog
+from pydantic import ValidationError
+
 from shared.errors import TandemError
 from shared.job import Job
 from shared.telemetry import now_s
 
+log = structlog.get_logger()
 STORE_FILE = "jobs.sqlite"
 JobState = Literal["queued", "running", "paused", "finished", "failed", "cancelled"]
 Wish = Literal["pause", "cancel"]
@@ -63,7 +67,8 @@ class StoredJob:
 class JobStore:
     """Calls are short and synchronous; each write is on disk when it returns.
 
-    Several queues may share `runs_dir`: an id whose folder is there is not given again.
+    Several queues may share `runs_dir`: an id whose folder is there is not given again. A job that
+    an older release stored under other keys fails when the queue is opened, and is not listed.
     """
 
     def __init__(self, runs_dir: Path, *, queue_dir: Path | None = None) -> None:
@@ -74,6 +79,7 @@ class JobStore:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(_SCHEMA)
+        self._fail_unreadable()
 
     def close(self) -> None:
         self._db.close()
@@ -179,12 +185,21 @@ class JobStore:
         ).fetchone()
         return None if row is None else (str(row[0]), str(row[1]))
 
+    def _fail_unreadable(self) -> None:
+        """One such job must not keep the process, and all other jobs, from running."""
+        for job_id, document in self._db.execute("SELECT job_id, document FROM jobs").fetchall():
+            if isinstance(problem := _read(document), Job):
+                continue
+            log.error("job_unreadable", job_id=job_id, error=problem)
+            self.end(job_id, "failed", problem)
+
     def _select(self, rest: str, *parameters: object) -> list[StoredJob]:
         query = f"SELECT {_COLUMNS} FROM jobs {rest}"  # noqa: S608  `rest` is ours
         rows = self._db.execute(query, parameters).fetchall()
         return [
-            StoredJob(job_id, state, Job.model_validate(json.loads(document)), *others)
+            StoredJob(job_id, state, job, *others)
             for job_id, state, document, *others in rows
+            if isinstance(job := _read(document), Job)
         ]
 
     @contextmanager
@@ -197,3 +212,11 @@ class JobStore:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+
+def _read(document: str) -> Job | str:
+    """The job, or why it is none."""
+    try:
+        return Job.model_validate(json.loads(document))
+    except ValidationError as err:
+        return f"the stored document is no job: {err}"

@@ -6,6 +6,7 @@ checked without a model is checked here: a wrong path must not fail at step 300.
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -92,7 +93,7 @@ class _Places:
 
     def checkpoint(self, key: str, given: str) -> str:
         path = self.folder(key, given)
-        if path is None:
+        if path is None or not Path(path).is_dir():
             return given
         for name in (CONFIG_FILE, TOKENIZER_FILE):
             if not (Path(path) / name).is_file():
@@ -102,9 +103,10 @@ class _Places:
         return path
 
     def folder(self, key: str, given: str | None) -> str | None:
+        """None for none, and for one that no job may look into."""
         path = None if given is None else self._resolve(key, given)
-        if path is None or given is None:
-            return given
+        if path is None:
+            return None
         if not path.is_dir():
             self._refuse(key, given, f"{path} is not a directory")
         return str(path)
@@ -188,7 +190,9 @@ def _fields_at(path: Sequence[int | str]) -> list[str]:
 
 
 def _shown(value: Any) -> Any:
-    """The value as given, if it is short."""
+    """The value as given, if it is short and JSON has it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if isinstance(value, str | int | float | bool) or value is None:
         return value if len(str(value)) <= MAX_VALUE_CHARS else str(value)[:MAX_VALUE_CHARS] + "…"
     text = repr(value)

@@ -1,8 +1,9 @@
+import sqlite3
 from pathlib import Path
 
 import pytest
 
-from services.trainer.jobs.store import JobStore, KeyReused, WrongState
+from services.trainer.jobs.store import STORE_FILE, JobStore, KeyReused, WrongState
 from shared.job import Job
 
 
@@ -35,6 +36,23 @@ def test_job_is_there_for_the_next_process(tmp_path: Path, store: JobStore) -> N
     other.close()
     with pytest.raises(LookupError, match="there is no job x"):
         store.get("x")
+
+
+def test_job_of_another_release_fails_and_the_others_run(tmp_path: Path, store: JobStore) -> None:
+    old, new = (store.add(make_job())[0].job_id for _ in range(2))
+    store.begin(old)
+    with sqlite3.connect(tmp_path / "runs" / STORE_FILE) as db:
+        db.execute("UPDATE jobs SET document = '{\"gone\": 1}' WHERE job_id = ?", (old,))
+    other = JobStore(tmp_path / "runs")
+    assert other.next_job().job_id == new
+    assert [job.job_id for job in other.all()] == [new]
+    with pytest.raises(LookupError):
+        other.resume(old)
+    other.close()
+    state, error = db.execute("SELECT state, error FROM jobs WHERE job_id = ?", (old,)).fetchone()
+    assert state == "failed"
+    assert "gone" in error
+    db.close()
 
 
 def test_queues_that_share_runs_share_neither_jobs_nor_ids(

@@ -87,6 +87,9 @@ GOOD = '{"prompt": "1+1=", "answer": "2"}'
         ('{"prompt": "1+1=", "answer": null}', "line 2: a row without an answer"),
         ('{"prompt": "1+1=", "answer": "  "}', "line 2: a row without an answer"),
         ('{"answer": "2"}', "line 2: a row without a problem"),
+        (r'{"prompt": "1\ud800", "answer": "2"}', "line 2: .ud800 at character 1 is half"),
+        ('{"prompt": "1", "answer": NaN}', "line 2: unusable JSON: NaN is no JSON"),
+        ('{"prompt": ', "line 2: malformed JSON at column 11"),
         (b'{"prompt": "\xff", "answer": "2"}', "line 2: not UTF-8 at byte 12"),
     ],
 )
