@@ -175,6 +175,7 @@ async def _spawn(
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", "1", "--nproc-per-node", str(num_ranks), "--max-restarts", "0"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
+        *("--log-dir", str(run_dir / "torchrun")),  # else a folder in /tmp that nobody removes
         *("-m", "services.trainer.learner", "--channel", address),
     ]
     threads = str(job.actor.num_threads)
