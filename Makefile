@@ -41,7 +41,7 @@ clean:            ## remove the environment, runs and caches
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
-	  f"Tandem needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try make PYTHON=python3.11")'
+	  "Tandem needs Python 3.11 or newer; %s is %s. Try make PYTHON=python3.11" % (sys.executable, sys.version.split()[0]))'
 	@echo "making $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 
