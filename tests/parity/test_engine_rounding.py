@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from services.rollout.models.rounding import round_indexer, round_kv, round_linear_input
 from shared.quant.activation import quantise_indexer, quantise_kv, quantise_linear_input
+from shared.quant.fast_activation import round_indexer, round_kv, round_linear_input
 
 
 @pytest.mark.parametrize("width", [16, 32, 64, 128, 192, 320, 512])

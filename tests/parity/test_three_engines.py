@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.rollout.models import rounding
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import dequantised
 from shared.quant import activation
+from shared.quant import fast_activation as rounding
 from shared.quant.activation import RELEASE, SERVED, ActivationQuant
 from tests.parity.engines import (
     BOUND,

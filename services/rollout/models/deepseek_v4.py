@@ -29,9 +29,9 @@ from services.rollout.models.deepseek_v4_cache import (
     Step,
 )
 from services.rollout.models.deepseek_v4_weights import Block, Compressor, Derived, Mix
-from services.rollout.models.rounding import round_indexer, round_kv, round_linear_input
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.quant.activation import ActivationQuant
+from shared.quant.fast_activation import round_indexer, round_kv, round_linear_input
 
 Trace = Callable[[str, Tensor], None]
 

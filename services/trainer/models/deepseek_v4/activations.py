@@ -3,23 +3,20 @@
 Rounded values fit BF16, whose mantissa is longer, so activations keep their dtype.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from services.trainer.models.deepseek_v4.layers import wide
-from shared.quant.activation import (
-    ActivationQuant,
-    quantise_indexer,
-    quantise_kv,
-    quantise_linear_input,
-)
+from shared.quant.activation import ActivationQuant
+from shared.quant.fast_activation import round_indexer, round_kv, round_linear_input
 
 
 def linear_input(x: Tensor, quant: ActivationQuant) -> Tensor:
     """Input of matrices that the release stores quantised, except `wo_a`."""
-    return quantise_linear_input(wide(x)).to(x.dtype) if quant.linear else x
+    return _StraightThrough.apply(x, round_linear_input) if quant.linear else x
 
 
 def keys(kv: Tensor, quant: ActivationQuant, *, rotary: int) -> Tensor:
@@ -27,9 +24,19 @@ def keys(kv: Tensor, quant: ActivationQuant, *, rotary: int) -> Tensor:
     if not quant.kv:
         return kv
     nope, turned = kv.split((kv.size(-1) - rotary, rotary), -1)
-    return torch.cat((quantise_kv(wide(nope)).to(kv.dtype), turned), -1)
+    return torch.cat((_StraightThrough.apply(nope, round_kv), turned), -1)
 
 
 def indexer_vectors(x: Tensor, form: Literal["none", "fp8", "fp4"]) -> Tensor:
-    """Queries or entries of the indexer after their rotation, FP32."""
-    return quantise_indexer(wide(x), form=form)
+    """Queries or entries of the indexer after their rotation, FP32; no gradient."""
+    return round_indexer(wide(x), form=form)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+        return rounding(wide(x)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

@@ -1,4 +1,4 @@
-"""Fake quantisation for the decode loop: the values of `shared/quant/activation.py`, faster.
+"""Fake quantisation for inner loops: the values of `shared/quant/activation.py`, faster.
 
 Rounding to m mantissa bits is one addition: x + M - M, with M so large that its last bit is worth
 the step that x must land on. Scales are powers of two, so nothing is ever divided by one. Inputs
