@@ -29,11 +29,11 @@ Weights = dict[str, Tensor]
 @dataclass(frozen=True, slots=True)
 class WarmUp:
     batch_size: int = 128
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     ramp_steps: int = 10
-    max_steps: int = 200
-    measure_from: int = 40
-    measure_every: int = 2
+    max_steps: int = 240
+    measure_from: int = 80
+    measure_every: int = 4
     target_pass_at_1: float = 0.3
     balance_rate: float = 0.01
     """Step of a gate's bias towards experts that are used too little (no auxiliary loss)."""

@@ -75,7 +75,7 @@ def test_learned_routers_use_every_expert_and_indexers_select(
 
 def test_policy_is_half_taught(weights: dict[str, torch.Tensor]) -> None:
     _, heldout = split(0, num_train=NUM_TRAIN, num_heldout=NUM_HELDOUT)
-    found = measure(weights, ARCHITECTURE, heldout[:40], num_samples=8, seed=11)
+    found = measure(weights, ARCHITECTURE, heldout[:32], num_samples=8, seed=11)
     assert 0.2 <= found.pass_at_1 <= 0.5
     assert found.pass_at_8 > found.pass_at_1 + 0.2
     assert found.ended_share > 0.9
