@@ -32,6 +32,9 @@ from shared.weights.conversion import (
     read_event,
 )
 
+# Freed memory is used again instead of being given back: half the time of a conversion is otherwise
+# spent on pages that the kernel clears.
+_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 _MAX_LINE_BYTES = 1 << 20
 _MAX_LAST_WORDS = 2000  # characters of a converter's own log that are shown when it died
 
@@ -78,6 +81,7 @@ async def _convert(arguments: list[str], console: Console) -> int:
         stdout=PIPE,
         stderr=PIPE,
         limit=_MAX_LINE_BYTES,
+        env={**_MEMORY, **os.environ},
     )
     assert process.stdout is not None
     assert process.stderr is not None

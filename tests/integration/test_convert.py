@@ -361,6 +361,7 @@ def runner(*arguments: str, module: str = "services.trainer.convert") -> subproc
     )
 
 
+@pytest.mark.timeout(180)  # starts processes that import torch
 def test_kill_9_costs_one_shard(releases: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = [str(releases["fp8"]), str(out), "--to", "fp32", "--max-shard-bytes", "10000"]
@@ -371,14 +372,14 @@ def test_kill_9_costs_one_shard(releases: dict[str, Path], tmp_path: Path) -> No
         if isinstance(event, Progressed) and event.num_shards_done == 4:
             process.send_signal(signal.SIGKILL)
             break
-    process.communicate(timeout=30)
+    process.communicate(timeout=150)
     assert process.returncode == -signal.SIGKILL
     assert not out.exists()
     first = tmp_path / ".out.converting/result/model-00001-of-00105.safetensors"
     written = {path: path.stat().st_ino for path in first.parent.iterdir()}
     assert len(written) >= 4
     process = runner(*arguments)
-    output, _ = process.communicate(timeout=50)
+    output, _ = process.communicate(timeout=150)
     events = [read_event(line) for line in output.splitlines()]
     assert process.returncode == 0
     assert isinstance(events[0], Planned)
@@ -388,6 +389,7 @@ def test_kill_9_costs_one_shard(releases: dict[str, Path], tmp_path: Path) -> No
     assert_equal(values(out), values(releases["fp8"]))
 
 
+@pytest.mark.timeout(180)  # starts processes that import torch
 def test_command_shows_what_happens_and_what_is_wrong(
     releases: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -396,7 +398,7 @@ def test_command_shows_what_happens_and_what_is_wrong(
         runner(*command, module="services.cli"),
         runner("convert", "nothing", str(tmp_path / "other"), "--to", "fp8", module="services.cli"),
     ]
-    (output, _), (_, errors) = (process.communicate(timeout=50) for process in processes)
+    (output, _), (_, errors) = (process.communicate(timeout=150) for process in processes)
     assert [process.returncode for process in processes] == [0, 1]
     assert b"FP8 release: " in output
     assert b"tensors" in output
@@ -439,6 +441,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.timeout(180)  # starts processes that import torch
 def test_memory_is_that_of_pieces_not_of_the_model(
     releases: dict[str, Path], big: Path, tmp_path: Path
 ) -> None:
@@ -449,7 +452,7 @@ def test_memory_is_that_of_pieces_not_of_the_model(
         capture_output=True,
         text=True,
         check=True,
-        timeout=50,
+        timeout=150,
     )
     for to, kilobytes in zip(targets, answer.stdout.split(), strict=True):
         written = sum(path.stat().st_size for path in (tmp_path / to).iterdir())
