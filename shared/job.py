@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 GraderName = Literal["math", "aime", "arithmetic"]
 DataFormat = Literal["auto", "prompt", "dapo", "gsm8k", "math500", "aime", "deepmath"]
@@ -22,6 +22,13 @@ class _Section(BaseModel):
         allow_inf_nan=False,  # JSON has neither: such a job could not be stored
         use_attribute_docstrings=True,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_stored(cls, value: object) -> object:
+        if isinstance(value, str):
+            value.encode()  # half a character, which JSON can spell, is a ValueError
+        return value
 
 
 class ModelSection(_Section):

@@ -15,6 +15,7 @@ from services.evaluator.parity.requests import ParityRuns
 from services.evaluator.requests import Refused, RequestedEvals
 from services.evaluator.runner import Runner
 from services.evaluator.worker import EvalWorker
+from shared.answers import answer_malformed
 from shared.http import HttpClient
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
@@ -44,6 +45,7 @@ def create_app(config: EvaluatorConfig) -> FastAPI:
     app.include_router(parity_api.router)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))
     app.add_exception_handler(Refused, api.answer_refused)
+    answer_malformed(app)
     return app
 
 

@@ -23,11 +23,13 @@ from services.trainer.jobs.submission import (
 from services.trainer.ranks import RanksLost
 from services.trainer.report.events import overview
 from services.trainer.sse import event_stream
+from shared.answers import EscapedJSONResponse
 from shared.registry import Replica, live_replicas
 
 MAX_DOCUMENT_BYTES = 2**20
 MAX_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_SEQUENCES = 1024
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "there is no such job"}}
@@ -71,7 +73,7 @@ class ServerList(BaseModel):
 class ScoreRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    sequences: list[list[int]] = Field(max_length=MAX_SCORE_SEQUENCES)
+    sequences: list[list[TokenId]] = Field(max_length=MAX_SCORE_SEQUENCES)
     temperature: float = Field(1.0, gt=0)
     policy_version: int | None = None
     timeout_s: float = Field(120.0, gt=0, le=3600)
@@ -281,4 +283,5 @@ def _file(state: _State, job_id: str, name: str, media_type: str) -> FileRespons
 async def answer_refused(_: Request, err: Exception) -> JSONResponse:
     """422 with one entry per problem."""
     assert isinstance(err, Refused)
-    return JSONResponse({"detail": [one.document() for one in err.problems]}, status_code=422)
+    detail = [one.document() for one in err.problems]
+    return EscapedJSONResponse({"detail": detail}, status_code=422)

@@ -4,18 +4,16 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI
 
 from services.trainer import api, weight_routes
 from services.trainer.config import TrainerConfig
 from services.trainer.dashboard.routes import router as dashboard
 from services.trainer.jobs.runner import BeginRanks, JobRunner
 from services.trainer.jobs.store import JobStore
-from services.trainer.jobs.submission import Problem, Refused
+from services.trainer.jobs.submission import Refused
+from shared.answers import answer_malformed
 from shared.http import HttpClient
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
@@ -45,7 +43,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
     app.include_router(dashboard)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))
     app.add_exception_handler(Refused, api.answer_refused)
-    app.add_exception_handler(RequestValidationError, _answer_malformed)
+    answer_malformed(app)
     return app
 
 
@@ -71,15 +69,3 @@ def workers(app: FastAPI, config: TrainerConfig) -> list[Worker]:
         await keep_registered(app.state.redis, describe, stop)
 
     return [run_jobs, stay_registered]
-
-
-async def _answer_malformed(_: Request, err: Exception) -> JSONResponse:
-    """The same form as for a refused job."""
-    assert isinstance(err, RequestValidationError)
-    problems: list[dict[str, Any]] = [
-        Problem(
-            ".".join(str(part) for part in error["loc"][1:]) or "the body", None, error["msg"]
-        ).document()
-        for error in err.errors()
-    ]
-    return JSONResponse({"detail": problems}, status_code=422)

@@ -96,7 +96,11 @@ class PromptSource:
         )
 
     def probe_sequences(self, number: int, *, max_tokens: int = 128) -> list[list[int]]:
-        """Token ids of the file's first prompts of two tokens or more, cut to `max_tokens`."""
+        """Token ids of the file's first prompts of two tokens or more, cut to `max_tokens`.
+
+        And to the context: a prompt that is skipped for its length must not fail the probe.
+        """
+        max_tokens = min(max_tokens, self.job.sampling.context_length)
         found: list[list[int]] = []
         for row in self.rows:
             if len(found) == number:

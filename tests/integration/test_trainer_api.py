@@ -71,6 +71,7 @@ def make_policy(path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="\x00"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(path / "tokenizer.json"))
+    (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (path / "config.json").write_text(json.dumps({"vocab_size": 128, "eos_token_id": 1}))
 
 
@@ -210,6 +211,33 @@ async def test_link_out_of_the_data_roots_is_refused(trainer: Trainer) -> None:
     answer = await trainer.http.post("/v1/jobs", json=trainer.document(data=data))
     assert answer.status_code == 422
     assert "outside the data roots" in answer.json()["detail"][0]["message"]
+
+
+async def test_cut_checkpoint_is_refused(trainer: Trainer) -> None:
+    (trainer.root / "policy" / "model.safetensors").write_bytes((9).to_bytes(8, "little") + b"{}")
+    answer = await trainer.http.post("/v1/jobs", json=trainer.document())
+    assert answer.status_code == 422
+    (problem,) = answer.json()["detail"]
+    assert problem["key"] == "model.rollout_checkpoint"
+    assert "model.safetensors is no safetensors file" in problem["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"\ud800": 1}, "the document"),
+        ({"seed": "\ud800"}, "seed"),
+        ({"data": {"path": "x", "prompt_template": "\ud800{problem}"}}, "data.prompt_template"),
+    ],
+)
+async def test_half_a_character_is_refused(
+    trainer: Trainer, changes: dict[str, Any], key: str
+) -> None:
+    body = json.dumps(trainer.document(**changes))
+    json_type = {"content-type": "application/json"}
+    answer = await trainer.http.post("/v1/jobs", content=body, headers=json_type)
+    assert answer.status_code == 422
+    assert [problem["key"] for problem in answer.json()["detail"]] == [key]
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'"job"', b""])

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from tokenizers import Tokenizer
 
+from services.trainer.jobs.shards import find_trouble
 from services.trainer.prompts import TOKENIZER_FILE
 from shared.data import DataError, load_rows
 from shared.errors import TandemError
@@ -100,6 +101,8 @@ class _Places:
                 self._refuse(key, given, f"there is no {name} in {path}")
                 return path
         self._read(key, given, Path(path))
+        if trouble := find_trouble(Path(path)):
+            self._refuse(key, given, trouble)
         return path
 
     def folder(self, key: str, given: str | None) -> str | None:

@@ -70,6 +70,10 @@ def test_probe_takes_the_first_prompts_of_two_tokens_or_more() -> None:
     assert prompts.probe_sequences(0) == []
 
 
+def test_probe_stays_within_the_context() -> None:
+    assert [len(ids) for ids in source(["x" * 30, "xy"]).probe_sequences(2)] == [20, 2]
+
+
 @pytest.mark.parametrize(
     ("config", "ids"),
     [({}, []), ({"eos_token_id": 5}, [5]), ({"eos_token_id": [5, 6]}, [5, 6])],

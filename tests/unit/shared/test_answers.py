@@ -1,0 +1,46 @@
+import httpx
+import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
+
+from shared.answers import MAX_ERRORS_SHOWN, answer_malformed
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    number: int = 0
+
+
+async def post(content: bytes) -> httpx.Response:
+    app = FastAPI()
+    answer_malformed(app)
+
+    @app.post("/")
+    async def take(body: Body) -> int:
+        return body.number
+
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        return await http.post("/", content=content, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (b'{"number": NaN}', "number"),
+        (b'{"number": "\\ud800"}', "number"),
+        (b'{"\\ud800": Infinity}', "the body"),
+        (b"{", "1"),
+        (b"", "the body"),
+    ],
+)
+async def test_whatever_is_wrong_is_answered_by_key(content: bytes, key: str) -> None:
+    answer = await post(content)
+    assert answer.status_code == 422
+    assert [problem["key"] for problem in answer.json()["detail"]] == [key]
+
+
+async def test_answer_stays_short() -> None:
+    keys = ",".join(f'"k{i}": 1' for i in range(100))
+    answer = await post(f"{{{keys}}}".encode())
+    assert len(answer.json()["detail"]) == MAX_ERRORS_SHOWN
