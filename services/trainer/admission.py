@@ -1,14 +1,16 @@
 """How many groups may be out, and what policy version each must be sampled with.
 
-Staleness is bounded here, before anything is sampled: a group with n others in line before it is
-trained at most n // groups_per_step steps from now, and by then its version will be so many older.
-What arrives out of line and is too old all the same is dropped and counted.
+Staleness is bounded here, before anything is sampled: a group with n usable ones in line before it
+is trained n // groups_per_step steps from now, and by then its version will be so many older. What
+arrives out of line and is too old all the same is dropped and counted.
 """
 
 import math
 from dataclasses import dataclass
 
 from shared.job import Job
+
+USABLE_MARGIN = 0.1  # more groups than expected may turn out usable
 
 
 @dataclass(slots=True)
@@ -19,6 +21,7 @@ class Progress:
     step: int = 0  # the newest step whose batch is durable
     policy_version: int = 0  # what that step makes, and what the next one trains
     published_version: int = -1  # newest version offered to servers
+    usable_share: float = 1.0  # of groups that arrive, as far as is known
 
     @property
     def steps_left(self) -> int:
@@ -47,10 +50,17 @@ class Admission:
         return math.ceil(batches * self.groups_per_step * self.oversampling)
 
     def min_policy_version(self, num_ahead: int, progress: Progress) -> int:
-        """The oldest version with which a group behind `num_ahead` open ones may be sampled."""
-        steps_ahead = num_ahead // self.groups_per_step
-        behind = max(0, self.max_lag - steps_ahead)
-        return max(0, progress.policy_version - behind)
+        """The oldest version with which a group behind `num_ahead` open ones may be sampled.
+
+        One that is not published yet means: too early, the group would be too old when its turn
+        comes. Strictly on-policy jobs sample all with the version that is trained next; what is
+        more than needed is their surplus.
+        """
+        if self.max_lag == 0:
+            return progress.policy_version
+        share = min(1.0, progress.usable_share + USABLE_MARGIN)
+        steps_ahead = int(num_ahead * share) // self.groups_per_step
+        return max(0, progress.policy_version + steps_ahead - self.max_lag)
 
     def oldest_trainable(self, progress: Progress) -> int:
         return progress.policy_version - self.max_lag

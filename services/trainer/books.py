@@ -192,6 +192,19 @@ class Books:
                 counts[f"{state}:{reason}"] = number
         return counts
 
+    def usable_share(self, num_steps: int = 4) -> float:
+        """Of the groups that came for the newest steps, and in time, the share that was trained."""
+        since = self.last_step() - num_steps
+        trained = int(self._one("SELECT COUNT(*) FROM groups WHERE step > ?", since))
+        unusable = int(
+            self._one(
+                "SELECT COUNT(*) FROM groups WHERE during_step > ?"
+                " AND reason NOT IN ('too_old', 'surplus')",
+                since,
+            )
+        )
+        return trained / (trained + unusable) if trained else 1.0
+
     # Steps and the redo log
 
     def commit_batch(

@@ -163,6 +163,7 @@ class Conductor:
         p.exporter.settle_probe(batch)
         p.progress.step = step
         p.progress.policy_version = trained + 1
+        p.progress.usable_share = p.books.usable_share()
         self._on_point("committed")
         return step
 
@@ -291,6 +292,7 @@ class Conductor:
     def _read_progress(self) -> None:
         p = self.parts
         p.progress.step = p.books.last_step()
+        p.progress.usable_share = p.books.usable_share()
         steps = p.books.steps(p.progress.step)
         made = steps[-1].policy_version if steps else 0
         p.progress.policy_version = max(made, int(p.books.read_note(VERSION_NOTE) or 0))

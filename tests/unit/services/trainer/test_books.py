@@ -202,3 +202,15 @@ def test_crash_inside_a_commit_leaves_all_or_nothing(tmp_path: Path, cut: int) -
     assert outcomes in [(0, 0, []), (3, 1, [1])]
     assert counts["open"] + counts["trained"] == 3
     books.close()
+
+
+def test_usable_share_is_that_of_the_newest_steps(books: Books) -> None:
+    assert books.usable_share() == 1.0
+    ids = open_groups(books, 12)
+    drop(books, ids[0], "unscored_error")
+    commit(books, 1, ids[1:3])
+    for reason, name in zip(["no_variance_same", "too_old", "surplus"], ids[3:6], strict=True):
+        drop(books, name, reason)
+    commit(books, 2, ids[6:9])
+    assert books.usable_share() == pytest.approx(5 / 7)
+    assert books.usable_share(num_steps=1) == pytest.approx(3 / 4)
