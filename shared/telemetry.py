@@ -92,6 +92,11 @@ def histogram(
     return Histogram(name, documentation, labels, buckets=buckets)
 
 
+def note_backlog(stream: str, number: int) -> None:
+    """`stream_backlog{stream}`: messages of a work stream that are not finished yet."""
+    gauge("stream_backlog", "Messages not finished yet.", ("stream",)).labels(stream).set(number)
+
+
 def now_s() -> float:
     """Wall clock in seconds since the epoch, as messages and events carry it."""
     return time.time()

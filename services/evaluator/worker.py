@@ -20,7 +20,7 @@ from shared.errors import DeadlineExceeded, Retryable
 from shared.messages import EvalRequested, Event
 from shared.streams import Consumer, backlog, publish
 from shared.tasks import following, wait_for_event
-from shared.telemetry import counter, gauge, now_s
+from shared.telemetry import counter, note_backlog, now_s
 
 log = structlog.get_logger()
 
@@ -68,12 +68,10 @@ class EvalWorker:
 
     async def watch_backlog(self, stop: asyncio.Event) -> None:
         """Measure how many evaluations wait."""
-        waiting = gauge("stream_backlog", "Messages not finished yet.", ("stream",))
         while not stop.is_set():
             if job_id := self._current.active_id:
-                waiting.labels("evals").set(
-                    await backlog(self._redis, topology.evals(job_id), topology.EVALUATORS)
-                )
+                stream = topology.evals(job_id)
+                note_backlog("evals", await backlog(self._redis, stream, topology.EVALUATORS))
             await wait_for_event(stop, BACKLOG_EVERY_S)
 
     def _consumer(self, job_id: str) -> Consumer:

@@ -21,7 +21,7 @@ from shared.errors import Rejected
 from shared.messages import Event, Outcome, RolloutGroup, Score, ScoredGroup
 from shared.streams import Consumer, backlog, publish
 from shared.tasks import following, wait_for_event
-from shared.telemetry import counter, gauge, histogram, now_s
+from shared.telemetry import counter, histogram, note_backlog, now_s
 
 log = structlog.get_logger()
 
@@ -73,11 +73,10 @@ class GradeWorker:
 
     async def watch_backlog(self, stop: asyncio.Event) -> None:
         """Measure how many groups wait."""
-        waiting = gauge("stream_backlog", "Messages not finished yet.", ("stream",))
         while not stop.is_set():
             if job_id := self.job_id:
                 stream = topology.rollouts(job_id)
-                waiting.labels("rollouts").set(await backlog(self._redis, stream, topology.GRADERS))
+                note_backlog("rollouts", await backlog(self._redis, stream, topology.GRADERS))
             await wait_for_event(stop, BACKLOG_EVERY_S)
 
     async def _serve(self, job_id: str) -> None:

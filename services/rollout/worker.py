@@ -22,7 +22,7 @@ from shared.job import Job
 from shared.messages import Event, PromptGroup, Rollout, RolloutGroup, VersionSpan
 from shared.streams import Consumer, Session, backlog, publish
 from shared.tasks import drain, wait_for_event
-from shared.telemetry import counter, gauge, histogram, now_s
+from shared.telemetry import counter, histogram, note_backlog, now_s
 from shared.tokenizer import CheckpointTokenizer
 
 log = structlog.get_logger()
@@ -52,11 +52,10 @@ class SampleWorker:
 
     async def watch_backlog(self, stop: asyncio.Event) -> None:
         """Measure how many prompts wait."""
-        waiting = gauge("stream_backlog", "Messages not finished yet.", ("stream",))
         while not stop.is_set():
             if serving := self._server.serving:
                 stream = topology.prompts(serving.job_id)
-                waiting.labels("prompts").set(await backlog(self._redis, stream, topology.SAMPLERS))
+                note_backlog("prompts", await backlog(self._redis, stream, topology.SAMPLERS))
             await wait_for_event(stop, BACKLOG_EVERY_S)
 
     async def _serve(self, serving: Serving, stop: asyncio.Event) -> None:

@@ -21,7 +21,7 @@ from shared import topology
 from shared.dead_letters import dead_letters
 from shared.streams import backlog
 from shared.tasks import wait_for_event
-from shared.telemetry import gauge
+from shared.telemetry import note_backlog
 
 log = structlog.get_logger()
 INTERVAL_S = 1.0
@@ -103,7 +103,7 @@ class Watch:
     async def _look(self) -> None:
         backlogs = await self.backlogs()
         for stage, number in backlogs.items():
-            gauge("stream_backlog", "Unfinished messages.", ("stream",)).labels(stage).set(number)
+            note_backlog(stage, number)
         quiet_since_s = max(self._collector.last_arrival_s, self._audited_at_s)
         quiet = time.monotonic() - quiet_since_s > self._quiet_s
         if quiet or await self._count_dead() != self._num_dead:
