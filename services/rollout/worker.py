@@ -212,6 +212,8 @@ def check_prompt(prompt: PromptGroup, serving: Serving) -> None:
             f"{prompt.group_id}: {len(ids)} prompt tokens leave no room in a context of "
             f"{spec.context_length}"
         )
+    if prompt.num_samples > (most := serving.job.sampling.samples_per_prompt):
+        raise Rejected(f"{prompt.group_id}: {prompt.num_samples} samples, the job asks for {most}")
     for bad in (int(ids.min()), int(ids.max())):
         if not 0 <= bad < spec.arch.vocab_size:
             raise Rejected(

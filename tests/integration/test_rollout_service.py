@@ -194,6 +194,7 @@ async def test_bad_prompts_are_buried_and_a_killed_service_leaves_no_engine(
         await publish(redis, stream, b"\xc1 no message")
         await publish(redis, stream, make_prompt(1, prompt_token_ids=[5, 320]).pack())
         await publish(redis, stream, make_prompt(2, prompt_token_ids=[5] * 64).pack())
+        await publish(redis, stream, make_prompt(4, num_samples=10**7).pack())
         await publish(redis, stream, make_prompt(3).pack())
         await serve_version(server, redis, trainer, 0)
         (group,) = await groups_published(redis, 1)
@@ -202,8 +203,9 @@ async def test_bad_prompts_are_buried_and_a_killed_service_leaves_no_engine(
         letters = entries_of(await redis.xread({topology.dead(stream): b"0"}))
         reasons = sorted(fields[b"reason"].decode() for _, fields in letters)
         assert any("token id 320 is outside the vocabulary of 320" in one for one in reasons)
+        assert any("10000000 samples, the job asks for" in one for one in reasons)
         assert any("64 prompt tokens leave no room in a context of 64" in one for one in reasons)
-        assert len(reasons) == 3
+        assert len(reasons) == 4
 
         engine_pid = (await server.get("/v1/info"))["engine_pid"]
         server.process.kill()
