@@ -9,13 +9,13 @@ from fastapi import FastAPI
 
 from services.evaluator import api
 from services.evaluator.config import EvaluatorConfig
-from services.evaluator.following import CurrentJob
 from services.evaluator.parity import api as parity_api
 from services.evaluator.parity.requests import ParityRuns
 from services.evaluator.requests import Refused, RequestedEvals
 from services.evaluator.runner import Runner
 from services.evaluator.worker import EvalWorker
 from shared.answers import answer_malformed
+from shared.current_job import CurrentJob
 from shared.http import HttpClient
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered

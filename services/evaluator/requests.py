@@ -17,10 +17,10 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
 
-from services.evaluator.following import CurrentJob
 from services.evaluator.plan import EvaluationFailed, Plan, make_plan
 from services.evaluator.runner import Runner
 from services.evaluator.servers import named_server, reward_servers
+from shared.current_job import CurrentJob
 from shared.data import DataError
 from shared.errors import DeadlineExceeded, HttpFailed, Retryable, TandemError
 from shared.job import DataSection, EvalSection, GraderName, Job, expand_path

@@ -10,11 +10,11 @@ from typing import Any
 import structlog
 from redis.asyncio import Redis
 
-from services.evaluator.following import CurrentJob
 from services.evaluator.plan import EvaluationFailed, Plan, plan_of_job
 from services.evaluator.runner import Runner
 from services.evaluator.servers import held_server, reward_servers
 from shared import topology
+from shared.current_job import CurrentJob
 from shared.data import DataError
 from shared.errors import DeadlineExceeded, Retryable
 from shared.messages import EvalRequested, Event

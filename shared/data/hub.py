@@ -75,7 +75,9 @@ def _hub_answers() -> bool:
     """Whether the hub (or a proxy that would reach it) is there, found out in seconds."""
     if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
         return True
-    endpoint = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    from huggingface_hub.constants import ENDPOINT
+
+    endpoint = urlsplit(ENDPOINT)
     port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
     try:
         socket.create_connection((endpoint.hostname or "", port), timeout=PROBE_S).close()

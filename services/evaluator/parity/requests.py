@@ -11,10 +11,10 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from redis.asyncio import Redis
 
-from services.evaluator.following import CurrentJob
 from services.evaluator.parity.live import NO_WALK, LivePlan, ParityFailed, run_live
 from services.evaluator.parity.report import ParityStatus, make_report
 from services.evaluator.requests import Refused
+from shared.current_job import CurrentJob
 from shared.data import DataError, draw_order, load_rows
 from shared.errors import DeadlineExceeded
 from shared.http import HttpClient
