@@ -25,7 +25,7 @@ import structlog
 from shared.errors import DeadlineExceeded, StackFailed
 from shared.process import die_with_parent, kill_marked, port_in_use, prepare_to_fork
 from shared.readiness import Ready
-from shared.tasks import end
+from shared.tasks import end, to_the_end
 
 log = structlog.get_logger()
 OnLine = Callable[[str, str], None]  # program name, one line of its output
@@ -75,7 +75,7 @@ async def running(
                     await stack.start(group, keepers)
                 yield stack
             finally:
-                await stack.stop(groups)
+                await to_the_end(stack.stop(groups))  # Ctrl-C by now would leave it half done
                 if tailing and on_line:
                     await end(tailing)
                     tails.emit(on_line)

@@ -7,7 +7,7 @@ swallow it right after the answer. So we cancel until the task is over, within a
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import structlog
@@ -36,6 +36,20 @@ async def drain(tasks: set[asyncio.Task[Any]], within_s: float) -> bool:
         log.warning("tasks_late", tasks=sorted(task.get_name() for task in late), after_s=within_s)
         await asyncio.gather(*(end(task) for task in late))
     return not late
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do the work whole, though this task is cancelled meanwhile; that is raised afterwards."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as err:
+            cancelled = err
+    task.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:

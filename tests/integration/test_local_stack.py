@@ -86,6 +86,35 @@ async def test_groups_start_in_order_and_stop_in_reverse(tmp_path):
     assert words[7:] == ["-a"]
 
 
+async def test_stop_is_not_cut_short(tmp_path):
+    code = textwrap.dedent("""
+        import pathlib, signal, sys, time
+        def stop(*_):
+            (here / "asked").touch(); time.sleep(0.5); (here / "drained").touch(); sys.exit(0)
+        here = pathlib.Path(sys.argv[1])
+        signal.signal(signal.SIGTERM, stop)
+        (here / "up").touch()
+        time.sleep(100)
+    """)
+
+    async def ready():
+        return None if (tmp_path / "up").exists() else "nothing there"
+
+    async def run():
+        slow = python("slow", code, str(tmp_path), ready=ready)
+        async with running([slow], log_dir=tmp_path):
+            pass
+
+    task = asyncio.create_task(run())
+    async with asyncio.timeout(10):
+        while not (tmp_path / "asked").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (tmp_path / "drained").exists()
+
+
 async def test_late_program_is_named_with_what_was_missing(tmp_path, free_port):
     code = "import time; print('loading weights', flush=True); time.sleep(100)"
     slow = python(
