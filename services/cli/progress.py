@@ -77,12 +77,12 @@ class JobView:
     def evaluation_text(self) -> str:
         if not self.evaluation:
             return "none yet"
-        one = dict(self.evaluation["pass_at_k"]).get("1")
+        one = dict(self.evaluation.get("pass_at_k") or {}).get("1")
         interval = self.evaluation.get("pass_at_1_ci")
         bounds = f" [{share(interval[0])}, {share(interval[1])}]" if interval else ""
         truncated = self.evaluation.get("truncated_share")
         cut = "" if truncated is None else f", truncated {100 * truncated:.0f} %"
-        return f"version {self.evaluation['policy_version']}: pass@1 {share(one)}{bounds}{cut}"
+        return f"version {self.evaluation.get('policy_version')}: pass@1 {share(one)}{bounds}{cut}"
 
     def block(self, servers: Sequence[Replica], notes: Mapping[str, str]) -> RenderableType:
         """The redrawn block; `notes` are further rows, for instance the dashboard's address."""

@@ -7,8 +7,12 @@ difference is taken over per-problem differences, not over two separate interval
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
 from services.trainer.report.events import RunEvents
 from shared.statistics import paired_difference
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +58,18 @@ class Comparison:
 
 
 def finished_evaluations(run: RunEvents) -> list[Evaluation]:
-    """By version; an evaluation that was delivered twice counts once, the last one."""
-    by_version = {
-        int(event.fields["policy_version"]): _evaluation(event.fields)
-        for event in run.named("eval_finished")
-    }
+    """By version; an evaluation that was delivered twice counts once, the last one.
+
+    An event that lacks what an evaluation has is left out: it must not cost the run its report.
+    """
+    by_version: dict[int, Evaluation] = {}
+    for event in run.named("eval_finished"):
+        try:
+            evaluation = _evaluation(event.fields)
+        except (KeyError, TypeError, ValueError, IndexError) as err:
+            log.warning("evaluation_unreadable", fields=event.fields, error=repr(err))
+            continue
+        by_version[evaluation.policy_version] = evaluation
     return [by_version[version] for version in sorted(by_version)]
 
 

@@ -71,6 +71,10 @@ def test_how_a_job_ended_is_told(state: str) -> None:
     assert line == f"demo-1 {state}: rank 0 died"
 
 
+def test_an_evaluation_that_is_none_is_shown_as_such() -> None:
+    assert "pass@1" in str(JobView("demo-1").apply(event("eval_finished", eval_id="x")))
+
+
 def test_an_unknown_event_tells_nothing() -> None:
     assert JobView("demo-1").apply(event("group_sampled", group_id="a")) is None
 

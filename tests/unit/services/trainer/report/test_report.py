@@ -114,6 +114,13 @@ def test_other_rows_of_the_suite_are_not_compared(run: Run) -> None:
     assert run.summary().before_after is None
 
 
+def test_an_evaluation_that_is_none_costs_no_report(run: Run) -> None:
+    run.evaluation(0, [8, 0])
+    run.add("eval_finished", eval_id="x")
+    run.add("eval_finished", policy_version=1, num_problems="many")
+    assert [one.policy_version for one in run.summary().evaluations] == [0]
+
+
 def test_an_interval_that_one_problem_cannot_give_is_left_out(run: Run) -> None:
     run.evaluation(0, [1], pass_at_1_ci=None, pass_at_k_ci={"1": None, "8": None})
     assert run.summary().evaluations[0].pass_at_k_ci == {}
