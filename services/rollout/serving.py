@@ -95,6 +95,8 @@ async def serving_job(
         finally:
             serving.closing.set()
             await updates.close()
+            with contextlib.suppress(OSError):  # a broken transfer is in it
+                folder.rmdir()
 
 
 def engine_spec(job: Job, arch: Architecture) -> EngineSpec:
