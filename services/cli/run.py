@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TextIO
 import structlog
 
 from services.client import JobRefused
-from shared.errors import HttpFailed, TandemError
+from shared.errors import ConfigInvalid, HttpFailed, TandemError
 from shared.telemetry import configure_logging
 
 
@@ -33,8 +33,11 @@ def run(command: Coroutine[Any, Any, int]) -> NoReturn:
 
 def log_to(path: Path) -> TextIO:
     """Send this process's own log to a file: the terminal belongs to the progress."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    except OSError as err:
+        raise ConfigInvalid(f"Cannot write to {path.parent}: {err.strerror}.") from err
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

@@ -137,7 +137,8 @@ class _Places:
             return None
         if not any(path.is_relative_to(root) for root in self._roots):
             roots = [str(root) for root in self._roots]
-            self._refuse(key, given, f"{path} is outside the data roots", allowed=roots)
+            message = f"{path} is outside the data roots; ${DATA_ROOT_VARIABLE} names one more"
+            self._refuse(key, given, message, allowed=roots)
             return None
         return path
 

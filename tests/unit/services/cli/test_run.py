@@ -4,13 +4,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 
-from services.cli.run import run
+from services.cli.run import log_to, run
 from services.client import JobRefused
-from shared.errors import HttpFailed, StackFailed, TandemError
+from shared.errors import ConfigInvalid, HttpFailed, StackFailed, TandemError
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,9 @@ def test_an_error_is_told_without_a_traceback(
         run(command())
     assert ended.value.code == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigInvalid, match=r"Cannot write to .*file/x: Not a directory"):
+        log_to(tmp_path / "file" / "x" / "stack.log")
