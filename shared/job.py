@@ -149,7 +149,7 @@ class UpdateSection(_Section):
 
 class RewardSection(_Section):
     grader: GraderName = "math"
-    timeout_s: float = Field(5.0, gt=0)
+    timeout_s: float = Field(5.0, gt=0, le=60)
     """Wall-clock limit of one check, enforced from outside."""
     unscored: Literal["drop_group", "zero"] = "drop_group"
     """What a group with an unparseable, timed-out or failed check becomes. Unparseable text is an
