@@ -1,6 +1,7 @@
 """Text to tokens and back by a checkpoint's own files, the same way in every service; no torch."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -17,6 +18,7 @@ class CheckpointTokenizer:
 
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
+    vocab_size: int  # of the model, which may be padded beyond the tokenizer's
 
     @classmethod
     def load(cls, checkpoint: Path) -> Self:
@@ -25,7 +27,9 @@ class CheckpointTokenizer:
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file")
         tokenizer = Tokenizer.from_file(str(file))
-        return cls(tokenizer, _stop_token_ids(checkpoint))
+        config = _config(checkpoint)
+        vocab_size = int(str(config.get("vocab_size", tokenizer.get_vocab_size())))
+        return cls(tokenizer, stop_token_ids(config), vocab_size)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)
@@ -35,12 +39,18 @@ class CheckpointTokenizer:
         return str(self.tokenizer.decode(token_ids))
 
 
-def _stop_token_ids(checkpoint: Path) -> tuple[int, ...]:
-    """`eos_token_id`: one id, several or none; what governs generation wins."""
-    found: object = None
-    for name in CONFIG_FILES:
-        if (path := checkpoint / name).is_file():
-            found = json.loads(path.read_text()).get("eos_token_id", found)
+def stop_token_ids(config: Mapping[str, object]) -> tuple[int, ...]:
+    """`eos_token_id` of a checkpoint's configuration: one id, several, or none."""
+    found = config.get("eos_token_id")
     if isinstance(found, int):
         return (found,)
     return tuple(int(token_id) for token_id in found) if isinstance(found, list) else ()
+
+
+def _config(checkpoint: Path) -> dict[str, object]:
+    """Both configuration files in one; what governs generation wins."""
+    merged: dict[str, object] = {}
+    for name in CONFIG_FILES:
+        if (path := checkpoint / name).is_file():
+            merged |= json.loads(path.read_text())
+    return merged

@@ -3,22 +3,17 @@
 Nothing is remembered, so a group that got lost anywhere can be asked again under its own id.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from shared.data import Row, draw_order, load_rows
 from shared.errors import TandemError
 from shared.job import Job, expand_path
 from shared.messages import PromptGroup, SamplingParams
-
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILES = ("config.json", "generation_config.json")
+from shared.tokenizer import CheckpointTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +44,14 @@ class PromptSource:
     @classmethod
     def load(cls, job_id: str, job: Job) -> "PromptSource":
         """Read data set and tokenizer; blocks. Raises `DataError`, or OSError for a checkpoint."""
-        checkpoint = expand_path(job.model.rollout_checkpoint)
-        tokenizer = Tokenizer.from_file(str(checkpoint / TOKENIZER_FILE))
-        config = _config(checkpoint)
+        tokenizer = CheckpointTokenizer.load(expand_path(job.model.rollout_checkpoint))
         return cls(
             job_id,
             job,
             load_rows(job.data),
-            lambda text: list(tokenizer.encode(text).ids),
-            stop_token_ids(config),
-            int(str(config.get("vocab_size", tokenizer.get_vocab_size()))),
+            tokenizer.encode,
+            list(tokenizer.stop_token_ids),
+            tokenizer.vocab_size,
         )
 
     @property
@@ -118,20 +111,3 @@ def draw_seed(seed: int, draw: int) -> int:
     """53 bits, so that it stays exact in JSON."""
     digest = blake2b(b"%d/%d" % (seed, draw), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11
-
-
-def stop_token_ids(config: dict[str, object]) -> list[int]:
-    """`eos_token_id` of a checkpoint's configuration: one id, several, or none."""
-    found = config.get("eos_token_id")
-    if isinstance(found, int):
-        return [found]
-    return [int(token_id) for token_id in found] if isinstance(found, list) else []
-
-
-def _config(checkpoint: Path) -> dict[str, object]:
-    """Both configuration files in one; what governs generation wins."""
-    merged: dict[str, object] = {}
-    for name in CONFIG_FILES:
-        if (path := checkpoint / name).exists():
-            merged |= json.loads(path.read_text())
-    return merged

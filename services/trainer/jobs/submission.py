@@ -18,10 +18,10 @@ from pydantic_core import ErrorDetails
 from tokenizers import Tokenizer
 
 from services.trainer.jobs.shards import find_trouble
-from services.trainer.prompts import TOKENIZER_FILE
 from shared.data import DataError, load_rows
 from shared.errors import TandemError
 from shared.job import DataSection, Job, expand_path
+from shared.tokenizer import TOKENIZER_FILE
 
 MAX_VALUE_CHARS = 200
 DATA_ROOT_VARIABLE = "DATA_ROOT"

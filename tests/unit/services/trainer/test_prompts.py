@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from services.trainer.prompts import PromptSource, TooLong, draw_seed, stop_token_ids
+from services.trainer.prompts import PromptSource, TooLong, draw_seed
 from shared.data import Row
 from shared.job import Job
 from shared.messages import PromptGroup
+from shared.tokenizer import stop_token_ids
 
 
 def make_job(**sections: object) -> Job:
@@ -76,9 +77,9 @@ def test_probe_stays_within_the_context() -> None:
 
 @pytest.mark.parametrize(
     ("config", "ids"),
-    [({}, []), ({"eos_token_id": 5}, [5]), ({"eos_token_id": [5, 6]}, [5, 6])],
+    [({}, ()), ({"eos_token_id": 5}, (5,)), ({"eos_token_id": [5, 6]}, (5, 6))],
 )
-def test_stop_tokens(config: dict, ids: list[int]) -> None:
+def test_stop_tokens(config: dict, ids: tuple[int, ...]) -> None:
     assert stop_token_ids(config) == ids
 
 
