@@ -22,6 +22,7 @@ from shared.job import Job, expand_path
 from shared.messages import SamplingParams
 from shared.parity.scores import Bounds
 from shared.registry import live_replicas
+from shared.tasks import end
 from shared.tokenizer import CheckpointTokenizer
 
 log = structlog.get_logger()
@@ -121,13 +122,26 @@ class ParityRuns:
         return status
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Carry out what is queued, one at a time, until `stop`."""
-        while not stop.is_set():
-            try:
-                accepted = await asyncio.wait_for(self._waiting.get(), 0.5)
-            except TimeoutError:
-                continue
-            await self._carry_out(accepted)
+        """Carry out what is queued, one at a time, until `stop`, which ends the one in progress.
+
+        Its result would be kept in memory alone, and it may wait for a sampler for minutes.
+        """
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            while not stop.is_set():
+                try:
+                    accepted = await asyncio.wait_for(self._waiting.get(), 0.5)
+                except TimeoutError:
+                    continue
+                work = asyncio.create_task(self._carry_out(accepted), name=accepted.parity_id)
+                try:
+                    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                    if work.done():
+                        work.result()
+                finally:
+                    await end(work)
+        finally:
+            await end(stopped)
 
     async def _carry_out(self, accepted: _Accepted) -> None:
         parity_id = accepted.parity_id

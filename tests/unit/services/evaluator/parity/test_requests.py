@@ -1,0 +1,26 @@
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from services.evaluator.parity.requests import ParityRuns
+
+
+async def test_stop_ends_a_comparison_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = asyncio.Event()
+
+    async def wait_for_ever(*_: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    class Accepted:
+        parity_id = "parity-1"
+
+    runs = ParityRuns(cast(Any, None), cast(Any, None), cast(Any, None))
+    monkeypatch.setattr(runs, "_carry_out", wait_for_ever)
+    runs._waiting.put_nowait(cast(Any, Accepted()))
+    stop = asyncio.Event()
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        tasks.create_task(runs.run(stop))
+        await begun.wait()
+        stop.set()
