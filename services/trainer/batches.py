@@ -60,7 +60,9 @@ class Unusable:
 
 def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[float, ...] | Unusable:
     """The rewards of a group's samples, or why it is not trained on."""
-    graded = tuple(outcome.value for outcome in scored.outcomes if isinstance(outcome, Score))
+    zero_unparseable = job.reward.unscored == "zero"
+    found = [_reward(one, zero_unparseable=zero_unparseable) for one in scored.outcomes]
+    graded = tuple(reward for reward in found if reward is not None)
     oldest = oldest_version(scored)
     if any(rollout.finish_reason == "abort" for rollout in scored.group.rollouts):
         return Unusable("aborted", graded)
@@ -68,15 +70,11 @@ def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[floa
         return Unusable("empty_responses", graded)
     if oldest < oldest_trainable:
         return Unusable("too_old", graded)
-    rewards: list[float] = []
-    for outcome in scored.outcomes:
-        reward = _reward(outcome, zero_unparseable=job.reward.unscored == "zero")
-        if reward is None:
-            return Unusable(_unscored_reason(scored.outcomes), graded)
-        rewards.append(reward)
-    if job.sampling.dynamic and max(rewards) - min(rewards) <= MIN_REWARD_SPREAD:
-        return Unusable(_no_variance_reason(rewards), graded)
-    return tuple(rewards)
+    if len(graded) < len(found):
+        return Unusable(_unscored_reason(scored.outcomes), graded)
+    if job.sampling.dynamic and max(graded) - min(graded) <= MIN_REWARD_SPREAD:
+        return Unusable(_no_variance_reason(graded), graded)
+    return graded
 
 
 def oldest_version(scored: ScoredGroup) -> int | None:
@@ -125,18 +123,17 @@ def batch_facts(
     `reward_sum` over `num_rewards` graded samples are those of the groups dropped meanwhile.
     """
     rewards = [reward for group in kept for reward in group.rewards]
-    graded = [o.value for group in kept for o in group.scored.outcomes if isinstance(o, Score)]
     rollouts = [rollout for group in kept for rollout in group.scored.group.rollouts]
     lengths = [len(rollout.response_token_ids) for rollout in rollouts]
     lags, weights = _lags(rollouts, batch.policy_version)
-    num_graded = len(graded) + num_rewards
+    num_graded = len(rewards) + num_rewards
     return {
         "groups": len(batch.group_ids),
         "samples": len(batch.samples),
         "tokens": sum(len(sample.token_ids) for sample in batch.samples),
         "response_tokens": sum(lengths),
         "empty_responses": lengths.count(0),
-        "reward_raw": (math.fsum(graded) + reward_sum) / num_graded if num_graded else None,
+        "reward_raw": (math.fsum(rewards) + reward_sum) / num_graded if num_graded else None,
         "reward_trained": math.fsum(rewards) / len(rewards),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "truncated_share": _share(rollouts, "length"),

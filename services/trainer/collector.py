@@ -195,6 +195,10 @@ class Collector:
                     f"{rollout.rollout_id}: token ids from {ids.min()} to {ids.max()}, "
                     f"the vocabulary has {self._source.vocab_size}"
                 )
+            if len(ids) > (most := self._source.job.sampling.max_response_tokens):
+                raise Rejected(
+                    f"{rollout.rollout_id}: {len(ids)} response tokens, the job allows {most}"
+                )
             newest = max((span.policy_version for span in rollout.version_spans), default=0)
             if newest > self._progress.policy_version:
                 raise Rejected(

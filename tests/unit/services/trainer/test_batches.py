@@ -108,6 +108,16 @@ def test_unparseable_text_may_earn_nothing_instead() -> None:
     assert judge(scored(RIGHT, Unparseable()), job=job, oldest_trainable=0) == (1.0, 0.0)
     late = judge(scored(RIGHT, Timeout(after_s=1)), job=job, oldest_trainable=0)
     assert late == Unusable("unscored_timeout", (1.0,))
+    wrong = judge(scored(WRONG, Unparseable()), job=job, oldest_trainable=0)
+    assert wrong == Unusable("no_variance_all_wrong", (0.0, 0.0))  # both count in reward_raw
+
+
+def test_raw_reward_counts_unparseable_text_that_earns_nothing() -> None:
+    group = scored(RIGHT, Unparseable())
+    kept_group = KeptGroup(b"1-0", group, (1.0, 0.0))
+    batch = build_batch([kept_group], job=make_job(), job_id="j", step=1, policy_version=3)
+    facts = batch_facts(batch, [kept_group], reward_sum=0.0, num_rewards=2)
+    assert facts["reward_raw"] == pytest.approx(0.25)
 
 
 def test_groups_without_variance_are_kept_if_the_job_says_so() -> None:
