@@ -371,10 +371,6 @@ class Books:
                     self._db.execute("ROLLBACK")
                 raise
 
-    def _expect_next(self, draw: int) -> None:
-        if draw != self.next_draw():
-            raise BooksViolated(f"draw {draw} is not the next one, {self.next_draw()}")
-
     def _note_event(self, event: Event) -> None:
         self._db.execute("INSERT INTO journal(body) VALUES (?)", (event.model_dump_json(),))
 

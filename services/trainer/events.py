@@ -24,7 +24,6 @@ from shared import topology
 from shared.errors import Rejected
 from shared.messages import Event
 from shared.streams import read_from
-from shared.tasks import wait_for_event
 from shared.telemetry import now_s
 
 log = structlog.get_logger()
@@ -71,7 +70,6 @@ class EventLog:
         _mend(self.path)
         self._at = _position(self.path)
         self._file = self.path.open("ab")
-        self._grown = asyncio.Event()
         self.flush_journal()
 
     @property
@@ -101,21 +99,12 @@ class EventLog:
         self._at = _Position(self._at.num_lines, self._at.seq, stream_id)
         self._file.flush()
 
-    async def wait_for_more(self, num_lines: int, timeout_s: float) -> bool:
-        """Whether the file has more than `num_lines` lines, waiting up to `timeout_s`."""
-        if self._at.num_lines <= num_lines:
-            await wait_for_event(self._grown, timeout_s)
-        return self._at.num_lines > num_lines
-
     def close(self) -> None:
         self._file.close()
-        self._grown.set()
 
     def _append(self, body: dict[str, Any]) -> None:
         self._file.write(json.dumps(_without_nan(body), allow_nan=False).encode() + b"\n")
         self._at = _Position(self._at.num_lines + 1, self._at.seq, self._at.stream_id)
-        self._grown.set()
-        self._grown = asyncio.Event()
 
 
 async def follow_events(
