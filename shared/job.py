@@ -8,37 +8,32 @@ import tomllib
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
+
+from shared.job_actor import (
+    EnvironmentSection,
+    KernelsSection,
+    OffloadSection,
+    ParallelSection,
+    RecomputeSection,
+    WatchdogSection,
+)
+from shared.job_cluster import ClusterSection, SGLangSection, TrackingSection
+from shared.layout import Layout
+from shared.section import Section
 
 GraderName = Literal["math", "aime", "arithmetic"]
 DataFormat = Literal["auto", "prompt", "dapo", "gsm8k", "math500", "aime", "deepmath"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,  # "8" and true are no numbers
-        allow_inf_nan=False,  # JSON has neither: such a job could not be stored
-        use_attribute_docstrings=True,
-    )
-
-    @field_validator("*")
-    @classmethod
-    def _can_be_stored(cls, value: object) -> object:
-        if isinstance(value, str):
-            value.encode()  # half a character, which JSON can spell, is a ValueError
-        return value
-
-
-class ModelSection(_Section):
+class ModelSection(Section):
     rollout_checkpoint: str
     """Directory in the release layout; gives the samplers their architecture and tokenizer."""
     actor_checkpoint: str | None = None
     """Where the actor's first weights come from; default: the rollout checkpoint, dequantised."""
 
 
-class DataSection(_Section):
+class DataSection(Section):
     path: str | None = None
     """Local JSONL or parquet file; `$DATA_ROOT` and other variables are expanded."""
     dataset: str | None = None
@@ -63,7 +58,7 @@ class DataSection(_Section):
         return self
 
 
-class SamplingSection(_Section):
+class SamplingSection(Section):
     groups_per_step: int = Field(16, gt=0)
     samples_per_prompt: int = Field(8, gt=1)
     temperature: float = Field(1.0, gt=0)
@@ -81,7 +76,7 @@ class SamplingSection(_Section):
     """Groups drawn per step, as a multiple of groups_per_step, before the step is cut short."""
 
 
-class AlgorithmSection(_Section):
+class AlgorithmSection(Section):
     name: Literal["grpo"] = "grpo"
     max_lag: int = Field(0, ge=0, le=64)
     """Versions a trained sample may be behind; 0 is strictly on-policy."""
@@ -98,7 +93,7 @@ class AlgorithmSection(_Section):
     """A step with more unusable sampler log-probabilities than this is refused."""
 
 
-class OptimizerSection(_Section):
+class OptimizerSection(Section):
     learning_rate: float = Field(1e-6, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -106,12 +101,14 @@ class OptimizerSection(_Section):
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, gt=0)
     warmup_steps: int = Field(0, ge=0)
+    offload: OffloadSection = OffloadSection()
 
 
-class ActorSection(_Section):
+class ActorSection(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_tokens_per_gpu: int = Field(8192, gt=0)
-    """Token budget of one micro-batch, padding included."""
+    """Token budget of one micro-batch on each rank, padding included. With what the context ranks
+    share, also the longest sample: prompts that could grow beyond it are skipped and counted."""
     freeze_router: bool = True
     """Keep the gates' weights and biases as they are."""
     clamp_shared_expert: bool = True
@@ -123,10 +120,17 @@ class ActorSection(_Section):
     num_threads: int = Field(1, gt=0)
     """CPU threads of each rank."""
     optimizer: OptimizerSection = OptimizerSection()
+    parallel: ParallelSection = ParallelSection()
+    recompute: RecomputeSection = RecomputeSection()
+    kernels: KernelsSection = KernelsSection()
+    env: EnvironmentSection = EnvironmentSection()
+    watchdog: WatchdogSection = WatchdogSection()
+    deterministic: bool = False
+    """Refuse operations on a GPU whose sums depend on the order of threads."""
 
 
-class RolloutSection(_Section):
-    engine: Literal["embedded"] = "embedded"
+class RolloutSection(Section):
+    engine: Literal["embedded", "sglang"] = "embedded"
     max_running_requests: int = Field(128, gt=0)
     """Completions decoded at the same time by one server."""
     quantise_activations: bool = True
@@ -134,9 +138,10 @@ class RolloutSection(_Section):
     weights: Literal["quantised", "float32"] = "quantised"
     """float32 serves unquantised weights, to measure what quantisation costs."""
     num_threads: int = Field(1, gt=0)
+    sglang: SGLangSection = SGLangSection()
 
 
-class UpdateSection(_Section):
+class UpdateSection(Section):
     max_shard_bytes: int = Field(64 * 2**20, gt=0)
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     deadline_s: float = Field(120.0, gt=0)
@@ -147,7 +152,7 @@ class UpdateSection(_Section):
     keep_versions: int = Field(3, ge=1)
 
 
-class RewardSection(_Section):
+class RewardSection(Section):
     grader: GraderName = "math"
     timeout_s: float = Field(5.0, gt=0, le=60)
     """Wall-clock limit of one check, enforced from outside."""
@@ -156,7 +161,7 @@ class RewardSection(_Section):
     answer that earns nothing under `zero`; time-outs and errors drop the group either way."""
 
 
-class EvalSection(_Section):
+class EvalSection(Section):
     suite: str
     """Name shown in reports."""
     data: DataSection
@@ -170,12 +175,12 @@ class EvalSection(_Section):
     max_problems: int | None = Field(None, gt=0)
 
 
-class CheckpointSection(_Section):
+class CheckpointSection(Section):
     every_steps: int = Field(10, gt=0)
     keep_last: int = Field(2, gt=0)
 
 
-class BoundsSection(_Section):
+class BoundsSection(Section):
     """A job beyond its bounds is paused instead of trained on a broken policy."""
 
     max_mean_abs_delta_logprob: float = Field(1.0, gt=0)
@@ -183,7 +188,7 @@ class BoundsSection(_Section):
     """Longest wait for one step's groups; the error says which stage they are in."""
 
 
-class Job(_Section):
+class Job(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
     seed: int = Field(0, ge=0, lt=2**63)
     steps: int = Field(gt=0)
@@ -198,6 +203,8 @@ class Job(_Section):
     eval: EvalSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     bounds: BoundsSection = BoundsSection()
+    cluster: ClusterSection = ClusterSection()
+    tracking: TrackingSection = TrackingSection()
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:
@@ -206,12 +213,40 @@ class Job(_Section):
                 f"sampling.max_response_tokens {self.sampling.max_response_tokens} leaves no room "
                 f"for a prompt in sampling.context_length {self.sampling.context_length}"
             )
-        if self.sampling.context_length > self.actor.max_tokens_per_gpu:
+        if self.sampling.max_response_tokens >= self.max_sample_tokens:
             raise ValueError(
-                f"actor.max_tokens_per_gpu {self.actor.max_tokens_per_gpu} is below "
-                f"sampling.context_length {self.sampling.context_length}"
+                f"actor.max_tokens_per_gpu {self.actor.max_tokens_per_gpu} leaves no room for a "
+                f"prompt beside sampling.max_response_tokens {self.sampling.max_response_tokens}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> Self:
+        try:
+            _ = self.layout
+        except ValueError as err:
+            raise ValueError(f"actor.parallel does not fit cluster: {err}") from err
+        if self.cluster.actor_nodes > 1:
+            unset = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_IB_HCA"}
+            unset -= self.actor.env.variables().keys()
+            if unset:
+                raise ValueError(
+                    f"cluster.actor_nodes {self.cluster.actor_nodes} needs the site's values of "
+                    + ", ".join(f"actor.env.{name}" for name in sorted(unset))
+                )
+        return self
+
+    @property
+    def layout(self) -> Layout:
+        """The actor's ranks."""
+        sizes = self.actor.parallel.model_dump()
+        return Layout(world=self.cluster.num_ranks, **sizes)
+
+    @property
+    def max_sample_tokens(self) -> int:
+        """Prompt and response of the longest sample that can be drawn and trained."""
+        budget = self.actor.max_tokens_per_gpu * self.actor.parallel.context
+        return min(self.sampling.context_length, budget)
 
     @property
     def warnings(self) -> list[str]:

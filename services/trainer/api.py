@@ -17,6 +17,7 @@ from services.trainer.jobs.submission import (
     Problem,
     Refused,
     allowed_roots,
+    check_abilities,
     check_files,
     read_document,
 )
@@ -139,7 +140,7 @@ async def submit(
     """Queue a job. Its files are checked before the answer."""
     roots = allowed_roots(PROJECT_ROOT, state.config.data_roots)
     try:
-        job = await asyncio.to_thread(check_files, read_document(document), roots)
+        job = await asyncio.to_thread(check_files, check_abilities(read_document(document)), roots)
         stored, is_new = state.store.add(job, idempotency_key=idempotency_key)
     except KeyReused as err:
         raise HTTPException(409, str(err)) from err

@@ -56,7 +56,7 @@ class PromptSource:
 
     @property
     def max_prompt_tokens(self) -> int:
-        return self.job.sampling.context_length - self.job.sampling.max_response_tokens
+        return self.job.max_sample_tokens - self.job.sampling.max_response_tokens
 
     def row_of(self, draw: int) -> Row:
         seed = self.job.seed if self.job.data.shuffle else None

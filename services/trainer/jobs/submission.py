@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from tokenizers import Tokenizer
 
+from services.trainer.jobs.abilities import lacking
 from services.trainer.jobs.shards import find_trouble
 from shared.data import DataError, load_rows
 from shared.errors import TandemError
@@ -55,6 +56,14 @@ def read_document(document: object) -> Job:
         return Job.model_validate(document)
     except ValidationError as err:
         raise Refused([_problem(error) for error in err.errors()]) from err
+
+
+def check_abilities(job: Job) -> Job:
+    """The job, unless it asks for something that this build does not have."""
+    problems = [Problem(key, _shown(value), reason) for key, value, reason in lacking(job)]
+    if problems:
+        raise Refused(problems)
+    return job
 
 
 def check_files(job: Job, roots: Sequence[Path]) -> Job:

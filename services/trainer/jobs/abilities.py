@@ -1,0 +1,45 @@
+"""Fields of a job that this build cannot honour yet: refused at submission, never ignored.
+
+Whoever builds a part takes its line out.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from shared.job import Job
+
+
+class Lacking(NamedTuple):
+    """A field, the values of it that work, and why others do not."""
+
+    key: str
+    works: Callable[[Any], bool]
+    reason: str
+
+
+LACKING = (
+    Lacking("cluster.gpus_per_node", lambda n: n == 1, "batches are not yet shared out over ranks"),
+    Lacking("cluster.actor_nodes", lambda n: n == 1, "batches are not yet shared out over ranks"),
+    Lacking("actor.recompute.mode", lambda mode: mode == "none", "nothing is recomputed yet"),
+    Lacking("actor.optimizer.offload.fraction", lambda part: part == 0, "nothing is offloaded yet"),
+    *(
+        Lacking(f"actor.kernels.{part}", lambda kind: kind == "torch", "only torch is built")
+        for part in ("mhc_pre", "mhc_post", "attention", "indexer", "experts", "router")
+    ),
+    Lacking("actor.deterministic", lambda on: not on, "GPU operations are not restricted yet"),
+    Lacking("rollout.engine", lambda name: name == "embedded", "only embedded is built"),
+    Lacking("tracking.wandb", lambda section: section is None, "no client of wandb is built"),
+)
+
+
+def lacking(job: Job) -> list[tuple[str, Any, str]]:
+    """Key, value and reason of everything that the job asks for and that is not there."""
+    found = [(field, _value(job, field.key)) for field in LACKING]
+    return [(field.key, value, field.reason) for field, value in found if not field.works(value)]
+
+
+def _value(job: Job, key: str) -> Any:
+    value: Any = job
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value

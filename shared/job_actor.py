@@ -1,0 +1,140 @@
+"""Sections of a job that say how the actor is spread, kept in memory, launched and watched.
+
+Environment variables have fields of their own: a job can set no other variable of a rank.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from shared.section import Section
+
+SITE_PREFIX = "SITE_"
+# A literal value, or one environment variable whose name begins with SITE_.
+SiteValue = Annotated[str, StringConstraints(pattern=r"^(\$SITE_[A-Z0-9_]+|[A-Za-z0-9_.:,=^-]+)$")]
+Kernel = Literal["torch", "triton"]
+
+
+class ParallelSection(Section):
+    """Sizes of the groups of ranks; their data-parallel size follows from `cluster`."""
+
+    tensor: int = Field(1, ge=1, le=64)
+    pipeline: int = Field(1, ge=1, le=64)
+    context: int = Field(1, ge=1, le=64)
+    expert: int = Field(1, ge=1, le=1024)
+    """Ranks of a pipeline stage over which the routed experts are spread."""
+    expert_tensor: int = Field(1, ge=1, le=64)
+    """Ranks over which each single expert is spread."""
+    first_stage_layers: int | None = Field(None, ge=1)
+    last_stage_layers: int | None = Field(None, ge=1)
+    """Layers of the first and the last pipeline stage; the others share what is left equally."""
+
+
+class RecomputeSection(Section):
+    """Activations that are computed again in the backward pass instead of being kept."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+    """`selective`: attention and experts are recomputed; `full`: each block keeps its input only.
+    Both of the first `num_blocks` blocks of each pipeline stage."""
+    num_blocks: int | None = Field(None, ge=1)
+    """None: all blocks."""
+
+    @model_validator(mode="after")
+    def _has_blocks_to_count(self) -> Self:
+        if self.mode == "none" and self.num_blocks is not None:
+            raise ValueError(f"num_blocks {self.num_blocks} needs mode selective or full")
+        return self
+
+
+class OffloadSection(Section):
+    """FP32 masters and moments in host memory; the CPU takes their part of the step."""
+
+    fraction: float = Field(0.0, ge=0, le=1)
+    """Share of the optimiser state; 0 keeps all on the device."""
+    overlap: bool = True
+    """Copy gradients and weights while the CPU works."""
+
+
+class KernelsSection(Section):
+    """Which implementation computes each part; recorded with the run, unknown mixes are refused."""
+
+    mhc_pre: Kernel = "torch"
+    mhc_post: Kernel = "torch"
+    attention: Kernel = "torch"
+    indexer: Kernel = "torch"
+    experts: Kernel = "torch"
+    router: Kernel = "torch"
+
+    @model_validator(mode="after")
+    def _are_a_known_mix(self) -> Self:
+        pairs = [("mhc_pre", "mhc_post"), ("attention", "indexer")]
+        for first, second in pairs:  # each hands the other tensors in its own order of memory
+            if getattr(self, first) != getattr(self, second):
+                raise ValueError(
+                    f"{first} {getattr(self, first)} with {second} {getattr(self, second)} is no "
+                    "known mix: the two are one implementation"
+                )
+        return self
+
+
+class EnvironmentSection(Section):
+    """Transport and determinism of the ranks: each field is the environment variable it sets.
+
+    `$SITE_NAME` is read from the environment of the node on which the rank starts.
+    """
+
+    NCCL_SOCKET_IFNAME: SiteValue | None = None
+    """Network interface of NCCL's or RCCL's bootstrap and socket transport."""
+    GLOO_SOCKET_IFNAME: SiteValue | None = None
+    TP_SOCKET_IFNAME: SiteValue | None = None
+    """Interface of TensorPipe."""
+    NCCL_IB_HCA: SiteValue | None = None
+    """InfiniBand or RoCE adapters, as NCCL spells them."""
+    NCCL_IB_GID_INDEX: int | None = Field(None, ge=0, le=255)
+    NCCL_IB_TIMEOUT: int | None = Field(None, ge=1, le=22)
+    NCCL_IB_DISABLE: Literal[0, 1] | None = None
+    NCCL_P2P_NET_CHUNKSIZE: int | None = Field(None, ge=4096)
+    NCCL_NVLS_ENABLE: Literal[0, 1, 2] | None = None
+    NCCL_ALGO: SiteValue | None = None
+    """A fixed algorithm, with NCCL_PROTO, makes NCCL's sums repeatable."""
+    NCCL_PROTO: SiteValue | None = None
+    NCCL_DEBUG: Literal["VERSION", "WARN", "INFO"] | None = None
+    GPU_MAX_HW_QUEUES: int | None = Field(None, ge=1, le=64)
+    """Hardware queues per device under ROCm."""
+    CUDA_DEVICE_MAX_CONNECTIONS: int | None = Field(None, ge=1, le=32)
+    CUBLAS_WORKSPACE_CONFIG: Literal[":4096:8", ":16:8"] | None = None
+    """Makes cuBLAS repeatable."""
+
+    def variables(self) -> dict[str, str]:
+        """Those that are set, as text; `$SITE_…` not yet read."""
+        return {name: str(value) for name, value in self if value is not None}
+
+
+class WatchdogSection(Section):
+    """When ranks count as stalled, and what they then leave behind."""
+
+    stall_s: float = Field(600.0, gt=0)
+    """Longest time without progress of any rank before a stall is diagnosed; only while an
+    operation runs."""
+    collective_timeout_s: float = Field(900.0, gt=0)
+    """Longest wait of one collective in a rank itself."""
+    dump_on_timeout: bool = True
+    trace_buffer_size: int = Field(20_000, ge=0)
+    """Collectives that the flight recorder remembers, under its older name."""
+    flight_recorder_buffer_size: int = Field(20_000, ge=0)
+    desync_debug: bool = True
+    async_error_handling: Literal[0, 1, 2, 3] = 1
+    """1: a failed collective ends its process."""
+    trace_file: str = Field("watchdog/nccl_trace_rank_", pattern=r"^[A-Za-z0-9_/-]+$")
+    """In the run folder; NCCL appends the rank."""
+
+    def variables(self, run_dir: str) -> dict[str, str]:
+        """The environment of the ranks of the run in `run_dir`."""
+        return {
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(self.dump_on_timeout)),
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": str(self.trace_buffer_size),
+            "TORCH_FR_BUFFER_SIZE": str(self.flight_recorder_buffer_size),
+            "TORCH_NCCL_DESYNC_DEBUG": str(int(self.desync_debug)),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": str(self.async_error_handling),
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{run_dir}/{self.trace_file}",
+        }

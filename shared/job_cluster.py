@@ -1,0 +1,66 @@
+"""Sections of a job about its machines, its real inference server and who is told of it."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from shared.section import Section
+
+
+class RendezvousSection(Section):
+    """Where the ranks of several nodes meet, through torchrun."""
+
+    host: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]+$")
+    """Address of the conductor's node as the other nodes see it; one node needs none."""
+    port: int = Field(29400, ge=1024, le=65535)
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for all nodes."""
+
+
+class ClusterSection(Section):
+    """One node, with one rank, unless it says otherwise."""
+
+    nodes: int = Field(1, ge=1, le=1024)
+    actor_nodes: int = Field(1, ge=1, le=1024)
+    rollout_nodes: int = Field(0, ge=0, le=1024)
+    """0: samplers run on the actor's nodes, too."""
+    gpus_per_node: int = Field(1, ge=1, le=64)
+    """Ranks on each actor node; each takes one GPU where there are any."""
+    rendezvous: RendezvousSection = RendezvousSection()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.actor_nodes * self.gpus_per_node
+
+    @model_validator(mode="after")
+    def _nodes_add_up(self) -> Self:
+        if self.actor_nodes + self.rollout_nodes != self.nodes:
+            raise ValueError(
+                f"actor_nodes {self.actor_nodes} + rollout_nodes {self.rollout_nodes} are not "
+                f"nodes {self.nodes}"
+            )
+        if self.actor_nodes > 1 and self.rendezvous.host is None:
+            raise ValueError(f"actor_nodes {self.actor_nodes} need rendezvous.host")
+        return self
+
+
+class SGLangSection(Section):
+    """Arguments of the SGLang server that a rollout service starts."""
+
+    max_running_requests: int | None = Field(None, gt=0)
+    """None: `rollout.max_running_requests`."""
+    max_total_tokens: int | None = Field(None, gt=0)
+    """Tokens of the KV cache; None: what fits."""
+    tensor_parallel: int = Field(1, ge=1, le=64)
+    """GPUs of one server."""
+
+
+class WandbSection(Section):
+    entity: str
+    project: str = "tandem"
+
+
+class TrackingSection(Section):
+    """Who else is told the run's numbers; the run folder has them in any case."""
+
+    wandb: WandbSection | None = None
