@@ -19,7 +19,7 @@ from shared.job_actor import (
     WatchdogSection,
 )
 from shared.job_cluster import ClusterSection, SGLangSection, TrackingSection
-from shared.layout import Layout
+from shared.parallel import Layout
 from shared.section import Section
 
 GraderName = Literal["math", "aime", "arithmetic"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.layout import Layout, balanced_last_stage
+from shared.parallel import Layout, balanced_last_stage
 
 
 def test_the_published_layout_is_four_stages_of_eleven_and_ten() -> None:
