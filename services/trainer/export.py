@@ -1,122 +1,111 @@
 """The actor's weights as one published version: release names, release formats, checksummed shards.
 
-Tensors are quantised here, once, with the code that loaders and converters use. Shards are written
-under temporary names, the manifest last: a version without one is unfinished.
+Every rank exports the tensors that it owns, quantised once, with the code that loaders and
+converters use; their lists are merged, and no rank sees another one's bytes:
+
+    own tensors ──> shards of this part ──> lists exchanged, merged ──> shards get their numbers
+                                                                        └──> manifest, last
+
+A version without a manifest is unfinished. With a base, what changed since is written as well.
 """
 
-import os
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
-from services.trainer.models.deepseek_v4.weights import release_tensors
+from services.trainer.ownership import fused_groups
+from services.trainer.shard_writer import ShardWriter, write_file
+from shared.errors import WeightsCorrupt
 from shared.models.deepseek_v4.checkpoint import quantise_tensor
 from shared.quant.policy import Policy
-from shared.weights.manifest import (
-    MANIFEST_FILE,
-    DType,
-    Manifest,
-    ShardEntry,
-    TensorEntry,
-    shard_file,
-)
+from shared.weights.manifest import MANIFEST_FILE, Manifest, delta_file, shard_file
+from shared.weights.parts import first_shards, merge_parts
+from shared.weights.stored import StoredVersion
 
-_DTYPES: dict[torch.dtype, DType] = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int8: "I8",
-    torch.int64: "I64",
-}
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The ranks that export together: `gather` gives every rank's bytes to all, in rank order."""
+
+    rank: int
+    gather: Callable[[bytes], list[bytes]]
+
+
+ALONE = Exchange(0, lambda mine: [mine])
 
 
 def export_version(
-    model: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
     directory: Path,
     *,
     job_id: str,
     policy_version: int,
     policy: Policy,
     max_shard_bytes: int,
+    base: Path | None = None,
+    exchange: Exchange = ALONE,
 ) -> Manifest:
-    """Write this rank's tensors and the manifest into `directory`, which exists and is empty.
+    """Write this rank's tensors (release name, values) into `directory`; the whole manifest.
 
-    A shard holds whole tensors and at most `max_shard_bytes`, unless one tensor is larger.
+    Collective: all ranks of `exchange` call it, each with whole tensors that no other rank has (see
+    `ownership.whole_tensors`). `directory` exists and is empty; of one host's ranks it is the same.
+    A shard holds whole tensors and at most `max_shard_bytes`, unless one tensor is larger. `base`
+    is the directory of an earlier version, against which a delta is made. WeightsCorrupt names the
+    rank and tensor that cannot be published; all ranks raise it.
     """
-    cut = _Cut(directory, max_shard_bytes)
-    for name, weight in release_tensors(model):
-        parts = quantise_tensor(name, weight.detach(), policy=policy)
-        blobs = {part: (tensor, _bytes(tensor)) for part, tensor in parts.items()}
-        # Codes and their scales stay together: a server rebuilds from both.
-        cut.make_room(sum(len(blob) for _, blob in blobs.values()))
-        for part, (tensor, blob) in blobs.items():
-            cut.add(part, tensor, blob)
-    cut.close_shard()
-    manifest = Manifest(
-        job_id=job_id, policy_version=policy_version, shards=cut.shards, tensors=cut.tensors
+    version = Manifest(job_id=job_id, policy_version=policy_version, shards=[], tensors=[])
+    writer = ShardWriter(
+        directory,
+        max_shard_bytes,
+        prefix=f"part-{exchange.rank:05d}-",
+        base=None if base is None else StoredVersion.open(base),
     )
-    _write(directory / MANIFEST_FILE, [manifest.model_dump_json().encode()])
+    mine, error = None, ""
+    try:
+        mine = _export_own(tensors, writer, policy, version)
+    except (ValueError, OSError) as err:
+        error = str(err)
+    parts = _exchanged(exchange, mine, error)
+    manifest = merge_parts(parts)
+    _place(directory, writer.prefix, parts[exchange.rank], first_shards(parts)[exchange.rank])
+    exchange.gather(b"placed")
+    path = directory / MANIFEST_FILE
+    body = manifest.model_dump_json().encode()
+    write_file(path.with_suffix(f".{exchange.rank}.tmp"), path, [body])
     return manifest
 
 
-@dataclass(slots=True)
-class _Cut:
-    """Fills one shard after the other."""
-
-    directory: Path
-    max_shard_bytes: int
-    shards: list[ShardEntry] = field(default_factory=list)
-    tensors: list[TensorEntry] = field(default_factory=list)
-    _open: list[memoryview] = field(default_factory=list)
-    _size: int = 0
-
-    def make_room(self, num_bytes: int) -> None:
-        if self._open and self._size + num_bytes > self.max_shard_bytes:
-            self.close_shard()
-
-    def add(self, name: str, tensor: Tensor, blob: memoryview) -> None:
-        self.tensors.append(
-            TensorEntry(
-                name=name,
-                shape=list(tensor.shape),
-                dtype=_DTYPES[tensor.dtype],
-                shard=len(self.shards),
-                offset=self._size,
-                num_bytes=len(blob),
-                checksum=xxhash.xxh3_128_hexdigest(blob),
-            )
-        )
-        self._open.append(blob)
-        self._size += len(blob)
-
-    def close_shard(self) -> None:
-        if not self._open:
-            return
-        digest = xxhash.xxh3_128()
-        for blob in self._open:
-            digest.update(blob)
-        index = len(self.shards)
-        _write(self.directory / shard_file(index), self._open)
-        entry = ShardEntry(index=index, num_bytes=self._size, checksum=digest.hexdigest())
-        self.shards.append(entry)
-        self._open, self._size = [], 0
+def _export_own(
+    tensors: Iterable[tuple[str, Tensor]], writer: ShardWriter, policy: Policy, version: Manifest
+) -> Manifest:
+    for together in fused_groups(tensors):
+        stored: dict[str, Tensor] = {}
+        for name, weight in together:
+            stored |= quantise_tensor(name, weight.detach(), policy=policy)
+        writer.add(stored)
+    writer.close_shard()
+    found = {"shards": writer.shards, "tensors": writer.tensors, "delta": writer.delta()}
+    return version.model_copy(update=found)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """C-order little-endian bytes; numpy knows neither BF16 nor FP8, so the view is of bytes."""
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(torch.uint8).numpy().data
+def _exchanged(exchange: Exchange, part: Manifest | None, error: str) -> list[Manifest]:
+    """All parts; an error of any rank is raised by every rank."""
+    mine = {"error": error, "part": None if part is None else part.model_dump(mode="json")}
+    bodies = [json.loads(body) for body in exchange.gather(json.dumps(mine).encode())]
+    for rank, body in enumerate(bodies):
+        if body["error"]:
+            where = f"rank {rank}: " if len(bodies) > 1 else ""
+            raise WeightsCorrupt(f"{where}{body['error']}")
+    return [Manifest.model_validate(body["part"]) for body in bodies]
 
 
-def _write(path: Path, blobs: list[memoryview] | list[bytes]) -> None:
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        for blob in blobs:
-            file.write(blob)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+def _place(directory: Path, prefix: str, part: Manifest, first: int) -> None:
+    """Give this part's files the numbers that they have in the whole version."""
+    for index in range(len(part.shards)):
+        for name in (shard_file, delta_file):
+            own = directory / f"{prefix}{name(index)}"
+            if own.exists():
+                own.rename(directory / name(first + index))

@@ -51,11 +51,46 @@ class TensorEntry(_Strict):
 
 
 class ShardEntry(_Strict):
-    """One file or ranged resource; `index` is its place in the manifest's list."""
+    """One file or ranged resource; `index` is its place in the manifest's list.
+
+    `part` is the rank that owns the shard's tensors; its node has the file.
+    """
 
     index: int = Field(ge=0)
     num_bytes: int = Field(ge=0)
     checksum: Checksum
+    part: int = Field(0, ge=0)
+
+
+class DeltaTensor(_Strict):
+    """Bytes [offset, offset + num_bytes) of a delta shard: what `apply_delta` reads, or all bytes.
+
+    A tensor of the shard that is not listed is the base's, to the byte.
+    """
+
+    name: str
+    encoding: Literal["delta", "full"]
+    offset: int = Field(ge=0)
+    num_bytes: int = Field(ge=0)
+
+
+class DeltaShard(_Strict):
+    """What turns the base's tensors into those of one shard."""
+
+    num_bytes: int = Field(ge=0)
+    checksum: Checksum
+    tensors: list[DeltaTensor]
+
+
+class Delta(_Strict):
+    """The same version as changes of another; a shard without one (None) is sent whole.
+
+    Delta shard i is served at `…/v1/weights/{version}/deltas/{i}`. The checksums of the result are
+    those of the manifest: whoever rebuilds from a wrong base finds out.
+    """
+
+    base_version: int = Field(ge=0)
+    shards: list[DeltaShard | None]
 
 
 class Manifest(_Strict):
@@ -66,10 +101,22 @@ class Manifest(_Strict):
     policy_version: int = Field(ge=0)
     shards: list[ShardEntry]
     tensors: list[TensorEntry]
+    delta: Delta | None = None
 
     @property
     def num_bytes(self) -> int:
         return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def delta_bytes(self) -> int:
+        """What a server that holds the base pulls; all bytes if there is no delta."""
+        if self.delta is None:
+            return self.num_bytes
+        both = zip(self.shards, self.delta.shards, strict=True)
+        return sum((changes or shard).num_bytes for shard, changes in both)
+
+    def without_delta(self) -> Self:
+        return self.model_copy(update={"delta": None})
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -86,8 +133,14 @@ class Manifest(_Strict):
             end = tensor.offset + tensor.num_bytes
             if end > self.shards[tensor.shard].num_bytes:
                 raise ValueError(f"{tensor.name} ends at {end}, beyond its shard")
+        if self.delta is not None and len(self.delta.shards) != len(self.shards):
+            raise ValueError(f"{len(self.delta.shards)} deltas for {len(self.shards)} shards")
         return self
 
 
 def shard_file(index: int) -> str:
     return f"shard-{index:05d}.bin"
+
+
+def delta_file(index: int) -> str:
+    return f"delta-{index:05d}.bin"

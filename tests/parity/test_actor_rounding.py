@@ -137,7 +137,7 @@ def exported(actor: Actor, path: Path) -> dict[str, Tensor]:
     """FP32 values by release name, read back from the files of an export."""
     path.mkdir()
     manifest: Manifest = export_version(
-        actor.model,
+        release_tensors(actor.model),
         path,
         job_id="test",
         policy_version=actor.policy_version,

@@ -13,6 +13,7 @@ from services.trainer import checkpoint
 from services.trainer.engine.actor import Actor, Progress
 from services.trainer.export import export_version
 from services.trainer.megatron import parallel
+from services.trainer.models.deepseek_v4.weights import release_tensors
 from shared.job import Job
 from shared.messages import TrainingBatch
 
@@ -76,20 +77,26 @@ class Operations:
         return {"logprobs": [row.tolist() for row in logprobs], **self._state()}
 
     def _export(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """{policy_version, path} -> {bytes, num_shards, num_tensors, seconds}."""
+        """{policy_version, path, base} -> {bytes, delta_bytes, num_shards, num_tensors, seconds}.
+
+        `base` is the directory of an earlier version, or null.
+        """
         began_s = time.perf_counter()
         actor = self.actor
         self._progress("export", actor.step)
+        base = payload.get("base")
         manifest = export_version(
-            actor.model,
+            release_tensors(actor.model),
             Path(payload["path"]),
             job_id=self._job_id,
             policy_version=int(payload["policy_version"]),
             policy=actor.policy,
             max_shard_bytes=actor.job.update.max_shard_bytes,
+            base=None if base is None else Path(base),
         )
         return {
             "bytes": manifest.num_bytes,
+            "delta_bytes": manifest.delta_bytes,
             "num_shards": len(manifest.shards),
             "num_tensors": len(manifest.tensors),
             "seconds": time.perf_counter() - began_s,

@@ -317,6 +317,23 @@ def weight_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return {weight.name: weight.shape for weight in _weights(arch)}
 
 
+# Servers fuse these by rows: both halves must come together.
+_FUSED_PAIRS = (
+    (".attn.wq_a.weight", ".attn.wkv.weight"),
+    (".compressor.wkv.weight", ".compressor.wgate.weight"),
+    (".w1.weight", ".w3.weight"),
+)
+
+
+def fused_partner(name: str) -> str | None:
+    """The release tensor that servers fuse with `name`; None if there is none."""
+    for one, other in _FUSED_PAIRS:
+        for ours, theirs in ((one, other), (other, one)):
+            if name.endswith(ours):
+                return name.removesuffix(ours) + theirs
+    return None
+
+
 def places(arch: Architecture, runtime: Runtime) -> dict[str, tuple[Place, ...]]:
     """Release name -> where `runtime` keeps it; tensors that it does not have are left out.
 

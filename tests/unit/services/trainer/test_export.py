@@ -1,0 +1,232 @@
+"""One version from one source or from several, whole or as changes: always the same bytes."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from services.trainer.export import Exchange, export_version
+from services.trainer.ownership import Piece, whole_tensors
+from shared.errors import WeightsCorrupt
+from shared.models.deepseek_v4.names import fused_partner
+from shared.quant.policy import POLICIES
+from shared.weights.manifest import MANIFEST_FILE, Manifest, delta_file, shard_file
+from shared.weights.stored import StoredVersion, rebuild_shard
+from tests.tiny_deepseek_v4 import DEMO, random_weights
+
+SPLIT_AXES = {  # as tensor parallelism splits them
+    "attn.wq_b.weight": 0,
+    "attn.wo_a.weight": 0,
+    "attn.wo_b.weight": 1,
+    "attn.attn_sink": 0,
+    "ffn.shared_experts.w1.weight": 0,
+    "ffn.shared_experts.w3.weight": 0,
+    "ffn.shared_experts.w2.weight": 1,
+    "embed.weight": 0,
+}
+
+
+def axis_of(name: str) -> int | None:
+    return next((axis for end, axis in SPLIT_AXES.items() if name.endswith(end)), None)
+
+
+@dataclass
+class Team:
+    """Ranks as threads that meet."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    slots: list[object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=20.0)
+        self.slots = [None] * self.size
+
+    def meet(self, rank: int, mine: object) -> list[object]:
+        self.slots[rank] = mine
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        return found
+
+    def run(self, work: Callable[[int], object]) -> list[object]:
+        """Each rank's result or error."""
+        results: list[object] = [None] * self.size
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = work(rank)
+            except WeightsCorrupt as err:
+                results[rank] = err
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30.0)
+        return results
+
+
+@dataclass
+class Group:
+    team: Team
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.team.size
+
+    def collect(self, values: Tensor, *, axis: int, owner: int) -> Tensor | None:
+        pieces = self.team.meet(self.rank, values)
+        return torch.cat(pieces, dim=axis) if self.rank == owner else None  # type: ignore[arg-type]
+
+
+def pieces_of(weights: dict[str, Tensor], rank: int, size: int) -> Iterator[Piece]:
+    for name, values in weights.items():
+        axis = axis_of(name)
+        yield Piece(name, values if axis is None else values.chunk(size, axis)[rank], axis)
+
+
+def export(weights: dict[str, Tensor], folder: Path, version: int = 1, **more: object) -> Manifest:
+    folder.mkdir(parents=True, exist_ok=True)
+    return export_version(
+        weights.items(),
+        folder,
+        job_id="test",
+        policy_version=version,
+        policy=POLICIES["fp8"],
+        max_shard_bytes=200_000,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    stored = StoredVersion.open(folder)
+    assert stored is not None
+    found = {entry.name: stored.tensor(entry.name) for entry in stored.manifest.tensors}
+    return {name: one[1].tobytes() for name, one in found.items() if one is not None}
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, Tensor]:
+    return random_weights(DEMO, seed=1)
+
+
+def test_two_sources_of_split_tensors_publish_the_bytes_of_one(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    export(weights, tmp_path / "one")
+    team, folder = Team(2), tmp_path / "two"
+    folder.mkdir()
+    owned: list[list[str]] = [[], []]
+
+    def rank(number: int) -> Manifest:
+        def own() -> Iterator[tuple[str, Tensor]]:
+            for name, values in whole_tensors(pieces_of(weights, number, 2), Group(team, number)):
+                owned[number].append(name)
+                yield name, values
+
+        exchange = Exchange(number, lambda mine: team.meet(number, mine))  # type: ignore[arg-type,return-value]
+        return export_version(
+            own(),
+            folder,
+            job_id="test",
+            policy_version=1,
+            policy=POLICIES["fp8"],
+            max_shard_bytes=200_000,
+            exchange=exchange,
+        )
+
+    first, second = team.run(rank)
+    assert isinstance(first, Manifest)
+    assert first == second == Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
+    assert {shard.part for shard in first.shards} == {0, 1}
+    assert contents(folder) == contents(tmp_path / "one")
+    assert set(owned[0]).isdisjoint(owned[1])
+    for names in owned:
+        assert len(names) > len(weights) / 3
+        assert all(fused_partner(name) in {None, *names} for name in names)
+    files = {path.name for path in folder.iterdir()}
+    assert files == {MANIFEST_FILE, *(shard_file(one.index) for one in first.shards)}
+
+
+def test_an_error_of_one_rank_is_raised_by_all_with_the_tensor_and_the_rank(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    team = Team(2)
+    bad = {"layers.1.attn.wq_a.weight": torch.full((128, 128), torch.nan)}
+
+    def rank(number: int) -> Manifest:
+        exchange = Exchange(number, lambda mine: team.meet(number, mine))  # type: ignore[arg-type,return-value]
+        mine = bad if number else {"norm.weight": weights["norm.weight"]}
+        return export(mine, tmp_path, exchange=exchange)
+
+    for error in team.run(rank):
+        assert isinstance(error, WeightsCorrupt)
+        assert "rank 1: layers.1.attn.wq_a.weight: NaN or infinity" in str(error)
+    assert not (tmp_path / MANIFEST_FILE).exists()
+
+
+def test_parts_that_both_have_a_tensor_are_refused(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    both = Exchange(0, lambda mine: [mine, mine])
+    with pytest.raises(ValueError, match=r"norm\.weight is in part 0 and in part 1"):
+        export({"norm.weight": weights["norm.weight"]}, tmp_path, exchange=both)
+
+
+def test_fused_pairs_share_a_shard(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    manifest = export(weights, tmp_path)
+    shard_of = {entry.name: entry.shard for entry in manifest.tensors}
+    pairs = [(name, fused_partner(name)) for name in shard_of]
+    assert sum(partner is not None for _, partner in pairs) > 20
+    for name, partner in pairs:
+        assert partner is None or shard_of[name] == shard_of[partner]
+
+
+def test_changes_since_a_base_rebuild_the_version_to_the_byte(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    export(weights, tmp_path / "0", version=0)
+    generator = torch.Generator().manual_seed(5)
+    moved = {
+        name: values if values.dtype == torch.int64 or "norm" in name
+        else values + 2e-4 * torch.randn(values.shape, generator=generator)
+        for name, values in weights.items()
+    }  # fmt: skip
+    manifest = export(moved, tmp_path / "1", base=tmp_path / "0")
+    assert manifest.delta is not None
+    assert manifest.delta.base_version == 0
+    assert 0 < manifest.delta_bytes < 0.5 * manifest.num_bytes
+    base = StoredVersion.open(tmp_path / "0")
+    assert base is not None
+    for shard in manifest.shards:
+        changes = np.fromfile(tmp_path / "1" / delta_file(shard.index), np.uint8)
+        rebuilt = rebuild_shard(base, manifest, shard.index, changes)
+        assert rebuilt.tobytes() == (tmp_path / "1" / shard_file(shard.index)).read_bytes()
+    wrong = StoredVersion.open(tmp_path / "1")
+    assert wrong is not None
+    with pytest.raises(WeightsCorrupt, match="checksum differs"):
+        rebuild_shard(wrong, manifest, 0, np.fromfile(tmp_path / "1" / delta_file(0), np.uint8))
+
+
+def test_no_changes_are_written_where_they_are_as_large_as_the_weights(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    export(weights, tmp_path / "0", version=0)
+    manifest = export(random_weights(DEMO, seed=2), tmp_path / "1", base=tmp_path / "0")
+    assert manifest.delta is None or manifest.delta_bytes < manifest.num_bytes
+    missing = export(weights, tmp_path / "2", base=tmp_path / "nowhere")
+    assert missing.delta is None
+    assert missing.delta_bytes == missing.num_bytes
+
+
+def test_equal_weights_cost_nothing_as_changes(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    export(weights, tmp_path / "0", version=0)
+    manifest = export(weights, tmp_path / "1", base=tmp_path / "0")
+    assert (manifest.delta is not None, manifest.delta_bytes) == (True, 0)
