@@ -6,7 +6,7 @@ message is built, so nobody checks again.
 """
 
 import math
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -20,6 +20,7 @@ MAX_NESTING = 32
 
 class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+    max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
 
     def pack(self) -> bytes:
         return cast(bytes, msgpack.packb(self.model_dump()))
@@ -27,8 +28,8 @@ class Message(BaseModel):
     @classmethod
     def unpack(cls, body: bytes) -> Self:
         """Decode and validate; a body that can never become right raises `Rejected`."""
-        if len(body) > MAX_MESSAGE_BYTES:
-            raise Rejected(f"{cls.__name__}: {len(body)} bytes exceed {MAX_MESSAGE_BYTES}")
+        if len(body) > cls.max_bytes:
+            raise Rejected(f"{cls.__name__}: {len(body)} bytes exceed {cls.max_bytes}")
         try:
             return cls.model_validate(msgpack.unpackb(body))
         except ValidationError as err:

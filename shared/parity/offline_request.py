@@ -67,12 +67,13 @@ class OfflineRequest(_Part):
 
 
 class WalkPoint(_Part):
-    """`departure` is None where a value is not finite."""
+    """`departure` is None where a value is not finite; `share` is that of rows that depart."""
 
     name: str
     label: str
     departure: float | None
     row: int
+    share: float = 0.0
 
     @property
     def size(self) -> float:
@@ -88,6 +89,7 @@ class WalkResult(_Part):
     first: str | None
     suspects: list[str]
     tolerance: float
+    row_share: float = 0.0
     num_tokens: int
     points: list[WalkPoint]
 
@@ -99,6 +101,7 @@ class WalkResult(_Part):
                 label=point.label,
                 departure=point.departure if math.isfinite(point.departure) else None,
                 row=point.row,
+                share=point.share,
             )
             for point in walk.points
         ]
@@ -108,6 +111,7 @@ class WalkResult(_Part):
             first=walk.first.label if walk.first else None,
             suspects=list(walk.suspects),
             tolerance=walk.tolerance,
+            row_share=walk.row_share,
             num_tokens=num_tokens,
             points=points,
         )

@@ -27,6 +27,7 @@ from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import dequantised, quantise_tensor
 from shared.models.deepseek_v4.reference import Reference
 from shared.models.deepseek_v4.runtimes import to_runtime
+from shared.parity.trace import Recorder, TraceRequest
 from shared.quant.activation import UNQUANTISED, ActivationQuant
 from shared.quant.policy import POLICIES
 from tests.tiny_deepseek_v4 import ALIGNED, DEMO, SMALL, UNSCALED, random_tokens, random_weights
@@ -117,13 +118,15 @@ def sampler_logits(
     """One prefill, or `chunks` of it, of which those of one token are decoding steps.
 
     `weights` are values, or a release's stored tensors with their scales. States are kept for one
-    prefill only, without the rows that pad its step.
+    prefill of one row only, without the rows that pad its step.
     """
-    assert states is None or not chunks
+    assert states is None or (not chunks and len(tokens) == 1)
+    recorder = Recorder(TraceRequest(token_ids=tokens[0]), arch)
 
     def trace(name: str, value: Tensor) -> None:
         if states is not None:
-            states[name] = value[: tokens.numel()].clone()
+            recorder(name, value.clone())
+            states[name] = recorder.states[name].values
 
     cache = Cache(arch, num_slots=2 * len(tokens), max_tokens=LENGTH + 20, dtype=dtype)
     run = SamplerRun(Sampler(arch, quant, trace), derive(arch, weights, dtype=dtype), cache)
@@ -143,7 +146,7 @@ def sampler_block_departures(
     for layer, block in enumerate(derived.blocks):
         padding = len(step.token_ids) - len(row)
         h_NSD = functional.pad(before[0], (0, 0, 0, 0, 0, padding)).clone()
-        ours = sampler._block(layer, block, cache.layers[layer], step, h_NSD)[: len(row)]
+        ours = sampler.block(layer, block, cache.layers[layer], step, h_NSD)[: len(row)]
         before = states[f"layers.{layer}.hc_ffn.merge"]
         departures.append((ours - before[0]).abs().flatten(1).amax(1) / before.abs().max())
     return departures

@@ -44,8 +44,6 @@ Plant = Callable[[Planted], None]
 class Mutation:
     at: str
     plants: dict[Side, Plant]
-    shown_at: str | None = None
-    """Where a side that names fewer points first shows it, if not `at`."""
 
     @contextmanager
     def planted(self, side: Side, known: Case) -> Iterator[tuple[Architecture, Weights]]:
@@ -214,9 +212,8 @@ def _routed_clamp_off() -> Mutation:
 
 MUTATIONS: dict[str, Mutation] = {
     "C not transposed": _comb_not_transposed(),
-    "Sinkhorn 5": replace(
-        everywhere("layer 0 · mHC Sinkhorn before attention", arch_changed(hc_sinkhorn_iters=5)),
-        shown_at="layer 0 · mHC Sinkhorn before experts",  # equal streams hide the first
+    "Sinkhorn 5": everywhere(
+        "layer 0 · mHC Sinkhorn before attention", arch_changed(hc_sinkhorn_iters=5)
     ),
     "hc fn in BF16": everywhere(
         "layer 0 · mHC mix before attention", weights_changed("_fn", through_bf16)

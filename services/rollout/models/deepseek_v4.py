@@ -53,10 +53,15 @@ class Sampler:
         h_NSD = weights.embed.index_select(0, tokens).unsqueeze(1).repeat(1, self.arch.hc_mult, 1)
         self._note("embed", h_NSD)
         for layer, block in enumerate(weights.blocks):
-            h_NSD = self._block(layer, block, cache.layers[layer], step, h_NSD)
+            h_NSD = self.block(layer, block, cache.layers[layer], step, h_NSD)
+        return self.last_hidden(weights, h_NSD)
+
+    def last_hidden(self, weights: Derived, h_NSD: Tensor) -> Tensor:
+        """What the head reads: the streams' weighted sum, normed [N, D]; no Sinkhorn here."""
         gates_SN = _mixing(h_NSD, weights.head_mix, self.arch).sigmoid_()
-        pre_SN = gates_SN.add_(_constant(self.arch.hc_eps, h_NSD))
-        x_ND = _rms(_weighted(pre_SN, h_NSD), weights.norm, self.arch.rms_norm_eps)
+        y_ND = _weighted(gates_SN.add_(_constant(self.arch.hc_eps, h_NSD)), h_NSD)
+        self._note("hc_head.mix", y_ND)
+        x_ND = _rms(y_ND, weights.norm, self.arch.rms_norm_eps)
         self._note("norm", x_ND)
         return x_ND
 
@@ -65,20 +70,31 @@ class Sampler:
         """FP32 (or float64) logits [N, V]; fewer rows than ROWS are padded for the product."""
         missing = -x_ND.shape[0] % 8
         padded = functional.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND
-        return functional.linear(padded, weights.head)[: x_ND.shape[0]]
+        logits = functional.linear(padded, weights.head)[: x_ND.shape[0]]
+        self._note("logits", logits)
+        return logits
 
-    def _block(
+    def block(
         self, layer: int, block: Block, cache: LayerCache, step: Step, h_NSD: Tensor
     ) -> Tensor:
+        """Streams in, streams out: attention, then experts, each between a mix and a merge."""
         eps = self.arch.rms_norm_eps
-        y_ND, post_SN, comb_SSN = _mix(h_NSD, block.attn_mix, self.arch)
-        y_ND = self._attention(layer, block, cache, step, _rms(y_ND, block.attn_norm, eps))
-        h_NSD = _merge(y_ND, h_NSD, post_SN, comb_SSN)
-        self._note(f"layers.{layer}.hc_attn.merge", h_NSD)
-        y_ND, post_SN, comb_SSN = _mix(h_NSD, block.ffn_mix, self.arch)
-        y_ND = self._experts(layer, block, step.token_ids, _rms(y_ND, block.ffn_norm, eps))
-        h_NSD = _merge(y_ND, h_NSD, post_SN, comb_SSN)
-        self._note(f"layers.{layer}.hc_ffn.merge", h_NSD)
+        y_ND, post_SN, comb = _mix(h_NSD, block.attn_mix, self.arch)
+        self._note_mix(layer, "hc_attn", y_ND, post_SN, comb)
+        x_ND = _rms(y_ND, block.attn_norm, eps)
+        self._note_in(layer, "attn.norm", x_ND)
+        y_ND = self._attention(layer, block, cache, step, x_ND)
+        self._note_in(layer, "attn", y_ND)
+        h_NSD = _merge(y_ND, h_NSD, post_SN, comb)
+        self._note_in(layer, "hc_attn.merge", h_NSD)
+        y_ND, post_SN, comb = _mix(h_NSD, block.ffn_mix, self.arch)
+        self._note_mix(layer, "hc_ffn", y_ND, post_SN, comb)
+        x_ND = _rms(y_ND, block.ffn_norm, eps)
+        self._note_in(layer, "ffn.norm", x_ND)
+        y_ND = self._experts(layer, block, step.token_ids, x_ND)
+        self._note_in(layer, "ffn", y_ND)
+        h_NSD = _merge(y_ND, h_NSD, post_SN, comb)
+        self._note_in(layer, "hc_ffn.merge", h_NSD)
         return h_NSD
 
     # ---------------------------------------------------------------- attention
@@ -99,27 +115,29 @@ class Sampler:
         kv_NK = _rms(down[:, arch.q_lora_rank :], block.kv_norm, arch.rms_norm_eps)
         _rotate(kv_NK.unsqueeze(1), turns)
         self._round_key(kv_NK)
-        self._note(f"layers.{layer}.attn.q", q_NHK)
-        self._note(f"layers.{layer}.attn.kv", kv_NK)
+        self._note_in(layer, "attn.q", q_NHK)
+        self._note_in(layer, "attn.kv", kv_NK)
         bias = route.bias
         if block.compressor and cache.compressor and route.compression:
             inner = cache.compressor
             inputs = functional.linear(x_ND, block.compressor.inputs)
-            self._compress(block.compressor, cache.keys, inner, route.compression, inputs)
+            self._compress(layer, block.compressor, cache.keys, inner, route.compression, inputs)
             if inner.index_keys is not None:
                 index_q = up[:, heads * size :].view(-1, arch.index_n_heads, arch.index_head_dim)
                 index_w = inputs[:, inner.ring.shape[-1] :]
                 bias = self._select(index_q, index_w, turns, inner.index_keys, step, route)
+                self._note_selected(layer, bias, route)
         keys_RTK = _visible_keys(cache, step, route, kv_NK)
         o_NHK = _attend(q_NHK, keys_RTK, bias, block.sink, step)
         _rotate(o_NHK, turns_back)
-        self._note(f"layers.{layer}.attn.core", o_NHK)
+        self._note_in(layer, "attn.core", o_NHK)
         grouped = o_NHK.view(-1, arch.o_groups, heads * size // arch.o_groups).transpose(0, 1)
         u_ND = torch.bmm(grouped, block.out_groups).transpose(0, 1).flatten(1)
         return functional.linear(self._linear_input(u_ND), block.out)
 
     def _compress(
         self,
+        layer: int,
         compressor: Compressor,
         keys: Tensor,
         cache: CompressorCache,
@@ -138,7 +156,10 @@ class Sampler:
         if plan.ring_from is not None:
             flat_ring.index_copy_(0, plan.ring_to, rows.index_select(0, plan.ring_from))
         if emission is not None and entries is not None:
-            self._store(compressor, keys, cache, emission, entries)
+            main = self._store(compressor, keys, cache, emission, entries)
+            self._note_in(layer, "attn.compressor", main)
+        else:
+            self._note_in(layer, "attn.compressor", keys[0, :0])
 
     def _pool(
         self, compressor: Compressor, emission: Emission, flat_ring: Tensor, rows: Tensor
@@ -165,7 +186,8 @@ class Sampler:
         cache: CompressorCache,
         emission: Emission,
         entries: Tensor,
-    ) -> None:
+    ) -> Tensor:
+        """Write entries, main and indexer's, to the cache; -> the main ones [E, K]."""
         size, eps = self.arch.head_dim, self.arch.rms_norm_eps
         main = _rms(entries[:, :size], compressor.norm, eps)
         _rotate(main, emission.turns)
@@ -176,6 +198,7 @@ class Sampler:
             _rotate(index, emission.turns)
             index = round_indexer(index, form=self.quant.indexer)
             cache.index_keys.view(-1, index.shape[-1]).index_copy_(0, emission.index_rows, index)
+        return main
 
     def _select(
         self,
@@ -214,7 +237,7 @@ class Sampler:
         """Routed experts and, as one more that every token visits, the shared expert."""
         arch = self.arch
         weights_Nk, experts_Nk = self._route(block, token_ids, x_ND)
-        self._note(f"layers.{layer}.router", experts_Nk)
+        self._note_router(layer, weights_Nk, experts_Nk)
         plan = _Dispatch.of(experts_Nk, arch.n_routed_experts)
         num, routed = x_ND.shape[0], plan.num_rows
         x_ND = self._linear_input(x_ND)
@@ -224,9 +247,10 @@ class Sampler:
         # The release weighs before the second matrix's input is rounded.
         hidden[:routed].mul_(weights_Nk.view(-1).index_select(0, plan.pair_of).unsqueeze(-1))
         out = _by_expert(self._linear_input(hidden), block.experts_out, plan)
-        return (
-            out.index_select(0, plan.row_of).view(num, -1, out.shape[-1]).sum(1).add_(out[routed:])
-        )
+        routed_ND = out.index_select(0, plan.row_of).view(num, -1, out.shape[-1]).sum(1)
+        self._note_in(layer, "experts", routed_ND)
+        self._note_in(layer, "shared_experts", out[routed:])
+        return routed_ND.add_(out[routed:])
 
     def _route(self, block: Block, token_ids: Tensor, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         arch = self.arch
@@ -262,8 +286,33 @@ class Sampler:
             nope.copy_(round_kv(nope))
 
     def _note(self, name: str, value: Tensor) -> None:
+        """Whoever traces copies at once: values are changed in place later."""
         if self.trace is not None:
             self.trace(name, value)
+
+    def _note_in(self, layer: int, name: str, value: Tensor) -> None:
+        if self.trace is not None:
+            self.trace(f"layers.{layer}.{name}", value)
+
+    def _note_mix(self, layer: int, site: str, y_ND: Tensor, post_SN: Tensor, comb: Tensor) -> None:
+        if self.trace is not None:
+            streams = post_SN.shape[0]
+            self._note_in(layer, f"{site}.mix", y_ND)
+            self._note_in(layer, f"{site}.post", post_SN.t())
+            comb_NSS = comb.view(streams, streams, -1).permute(2, 0, 1)
+            self._note_in(layer, f"{site}.comb", comb_NSS)
+
+    def _note_selected(self, layer: int, bias: Tensor, route: Route) -> None:
+        """Which entries every query may use, bool [R, C, num_entries]."""
+        if self.trace is not None:
+            first = route.num_keys - route.num_entries
+            self._note_in(layer, "attn.indexer", bias[..., first : route.num_keys] == 0)
+
+    def _note_router(self, layer: int, weights_Nk: Tensor, experts_Nk: Tensor) -> None:
+        """Weights by expert [N, X], zero where not chosen."""
+        if self.trace is not None:
+            dense = weights_Nk.new_zeros(len(weights_Nk), self.arch.n_routed_experts)
+            self._note_in(layer, "router", dense.scatter(1, experts_Nk, weights_Nk))
 
 
 # -------------------------------------------------------------------- hyper-connections

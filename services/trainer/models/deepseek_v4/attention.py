@@ -109,10 +109,23 @@ class HybridAttention(nn.Module):
         if entries is not None:
             entries = activations.keys(entries, quant, rotary=2 * turns.size(-1))
             trace("attn.compressor", entries)
-        selected = None if self.indexer is None else self.indexer(x_BSD, qr, turns, quant.indexer)
-        if selected is not None:
-            trace("attn.indexer", selected & visible(selected, self.reach.ratio))
+        else:
+            trace("attn.compressor", x_BSD.new_empty(len(x_BSD), 0, self.head_dim))
+        if self.indexer is None:
+            return entries, None
+        selected = self.indexer(x_BSD, qr, turns, quant.indexer)
+        self._trace_selected(selected, x_BSD, trace)
         return entries, selected
+
+    def _trace_selected(self, selected: Tensor | None, x_BSD: Tensor, trace: Trace) -> None:
+        """The entries that each query may use; without a selection those that are visible."""
+        if trace.states is None:
+            return
+        rows, length, _ = x_BSD.shape
+        if selected is None:
+            shape = (rows, length, length // self.reach.ratio)
+            selected = torch.ones(shape, dtype=torch.bool, device=x_BSD.device)
+        trace("attn.indexer", selected & visible(selected, self.reach.ratio))
 
 
 def _for_all_heads(shared: Tensor) -> Tensor:
