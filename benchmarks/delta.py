@@ -29,11 +29,12 @@ from services.rollout.engine.requests import Completion, GroupRequest
 from services.rollout.engine.scheduler import Limits, Scheduler
 from services.rollout.engine.weights import build_version
 from services.rollout.models.deepseek_v4 import Sampler
-from services.trainer.batches import group_advantages
 from services.trainer.engine.actor import Actor
+from services.trainer.loss.advantages import advantages
 from services.trainer.megatron import parallel
 from services.trainer.models.deepseek_v4.weights import release_tensors
 from shared.job import Job, load_job_file
+from shared.job_algorithm import AlgorithmSection
 from shared.messages import SamplingParams, Score, TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import quantise_tensor
@@ -115,7 +116,10 @@ class OneProcessJob:
         answers = self._generate(prompts, seed=version)
         for number, (problem, prompt) in enumerate(zip(chosen, prompts, strict=True)):
             rewards = [self._reward(one, problem["answer"]) for one in answers[number]]
-            advantages = group_advantages(rewards, normalise_by_std=True)
+            lengths = [len(completion.token_ids) for completion in answers[number]]
+            found = advantages(
+                rewards, ["g"] * len(rewards), lengths, algorithm=AlgorithmSection(name="grpo")
+            )
             for i, completion in enumerate(answers[number]):
                 yield TrainingSample(
                     rollout_id=f"g{number}.{i}",
@@ -123,7 +127,7 @@ class OneProcessJob:
                     token_ids=np.concatenate([prompt, completion.token_ids]).astype(np.int32),
                     num_prompt_tokens=len(prompt),
                     sampler_logprobs=completion.logprobs,
-                    advantage=float(advantages[i]),
+                    advantage=float(found[i]),
                     reward=rewards[i],
                     oldest_version=version,
                 )

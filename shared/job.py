@@ -18,6 +18,7 @@ from shared.job_actor import (
     RecomputeSection,
     WatchdogSection,
 )
+from shared.job_algorithm import AlgorithmSection
 from shared.job_cluster import ClusterSection, SGLangSection, TrackingSection
 from shared.parallel import Layout
 from shared.section import Section
@@ -60,7 +61,8 @@ class DataSection(Section):
 
 class SamplingSection(Section):
     groups_per_step: int = Field(16, gt=0)
-    samples_per_prompt: int = Field(8, gt=1)
+    samples_per_prompt: int = Field(8, gt=0)
+    """1 only for a baseline that needs no group, and without dynamic sampling."""
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
@@ -74,23 +76,6 @@ class SamplingSection(Section):
     """Drop groups whose scores do not differ and draw others instead."""
     max_redraws: float = Field(8.0, ge=1.0)
     """Groups drawn per step, as a multiple of groups_per_step, before the step is cut short."""
-
-
-class AlgorithmSection(Section):
-    name: Literal["grpo"] = "grpo"
-    max_lag: int = Field(0, ge=0, le=64)
-    """Versions a trained sample may be behind; 0 is strictly on-policy."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
-    tis: bool = True
-    """Truncated importance sampling against the sampler's own log-probabilities."""
-    tis_cap: float = Field(2.0, ge=1.0)
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    normalise_by_std: bool = True
-    """Divide group-centred rewards by their standard deviation (GRPO)."""
-    updates_per_batch: int = Field(1, gt=0, le=16)
-    max_bad_logprob_share: float = Field(0.05, ge=0, le=1)
-    """A step with more unusable sampler log-probabilities than this is refused."""
 
 
 class OptimizerSection(Section):
@@ -234,6 +219,22 @@ class Job(Section):
                     f"cluster.actor_nodes {self.cluster.actor_nodes} needs the site's values of "
                     + ", ".join(f"actor.env.{name}" for name in sorted(unset))
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm_fits(self) -> Self:
+        sampling, algorithm = self.sampling, self.algorithm
+        if sampling.samples_per_prompt == 1 and (algorithm.uses_groups or sampling.dynamic):
+            raise ValueError(
+                "sampling.samples_per_prompt 1 gives groups without a difference: it needs "
+                "algorithm.baseline 'batch_mean' or 'none' and sampling.dynamic = false"
+            )
+        overlong = algorithm.overlong
+        if overlong and overlong.buffer_tokens > sampling.max_response_tokens:
+            raise ValueError(
+                f"algorithm.overlong.buffer_tokens {overlong.buffer_tokens} exceeds "
+                f"sampling.max_response_tokens {sampling.max_response_tokens}"
+            )
         return self
 
     @property

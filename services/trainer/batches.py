@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from services.trainer.loss.advantages import MIN_REWARD_SPREAD, advantages
+from services.trainer.loss.shaping import overlong_penalty
 from shared.job import Job
 from shared.messages import (
     GraderError,
@@ -25,7 +27,6 @@ from shared.messages import (
     TrainingSample,
 )
 
-MIN_REWARD_SPREAD = 1e-6  # rewards closer than this are equal up to float noise
 RIGHT = 1.0
 
 
@@ -72,8 +73,11 @@ def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[floa
         return Unusable("too_old", graded)
     if len(graded) < len(found):
         return Unusable(_unscored_reason(scored.outcomes), graded)
+    all_truncated = all(rollout.finish_reason == "length" for rollout in scored.group.rollouts)
+    if all_truncated and job.algorithm.truncated == "leave_out":
+        return Unusable("all_truncated", graded)
     if job.sampling.dynamic and max(graded) - min(graded) <= MIN_REWARD_SPREAD:
-        return Unusable(_no_variance_reason(graded), graded)
+        return Unusable("all_truncated" if all_truncated else _no_variance_reason(graded), graded)
     return graded
 
 
@@ -83,34 +87,29 @@ def oldest_version(scored: ScoredGroup) -> int | None:
     return min((version for version in versions if version is not None), default=None)
 
 
-def group_advantages(
-    rewards: Sequence[float], *, normalise_by_std: bool
-) -> npt.NDArray[np.float64]:
-    """Rewards less their mean [n], float64; divided by their standard deviation if asked.
-
-    GRPO, arXiv 2402.03300 section 4.1.2 (outcome supervision); without the division it is Dr.GRPO,
-    arXiv 2503.20783. Rewards that are equal up to float noise give exact zeros.
-    """
-    values = np.asarray(rewards, np.float64)
-    if values.max() - values.min() <= MIN_REWARD_SPREAD:
-        return np.zeros_like(values)
-    centred: npt.NDArray[np.float64] = values - values.mean()
-    if normalise_by_std:
-        centred /= values.std()
-    return centred
-
-
 def build_batch(
     kept: Sequence[KeptGroup], *, job: Job, job_id: str, step: int, policy_version: int
 ) -> TrainingBatch:
-    """The batch of step `step`, which trains `policy_version`. Empty responses are left out."""
+    """The batch of step `step`, which trains `policy_version`.
+
+    Empty responses, and truncated ones if the job says so, are left out; they count in baselines.
+    """
     ordered = sorted(kept, key=lambda group: group.draw)
+    shaped = [_shaped_rewards(group, job) for group in ordered]
+    found = advantages(
+        [reward for rewards in shaped for reward in rewards],
+        [group.group_id for group in ordered for _ in group.rewards],
+        [len(one.response_token_ids) for group in ordered for one in group.scored.group.rollouts],
+        algorithm=job.algorithm,
+    )
+    ends = np.cumsum([len(rewards) for rewards in shaped])[:-1]
+    parts = list(zip(ordered, shaped, np.split(found, ends), strict=True))
     return TrainingBatch(
         job_id=job_id,
         step=step,
         policy_version=policy_version,
         temperature=job.sampling.temperature,
-        samples=[sample for group in ordered for sample in _samples(group, job)],
+        samples=[sample for part in parts for sample in _samples(*part, job)],
         group_ids=[group.group_id for group in ordered],
     )
 
@@ -146,9 +145,19 @@ def outcome_counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return dict(Counter(outcome.kind for outcome in outcomes))
 
 
-def _samples(group: KeptGroup, job: Job) -> list[TrainingSample]:
+def _shaped_rewards(group: KeptGroup, job: Job) -> list[float]:
+    """What the graders gave, less the penalty for length."""
+    most, overlong = job.sampling.max_response_tokens, job.algorithm.overlong
+    return [
+        reward + overlong_penalty(len(rollout.response_token_ids), most, overlong)
+        for reward, rollout in zip(group.rewards, group.scored.group.rollouts, strict=True)
+    ]
+
+
+def _samples(
+    group: KeptGroup, rewards: list[float], found: npt.NDArray[np.float64], job: Job
+) -> list[TrainingSample]:
     prompt = group.scored.group.prompt
-    advantages = group_advantages(group.rewards, normalise_by_std=job.algorithm.normalise_by_std)
     return [
         TrainingSample(
             rollout_id=rollout.rollout_id,
@@ -162,10 +171,14 @@ def _samples(group: KeptGroup, job: Job) -> list[TrainingSample]:
             expert_ids=rollout.expert_ids,
         )
         for rollout, reward, advantage in zip(
-            group.scored.group.rollouts, group.rewards, advantages, strict=True
+            group.scored.group.rollouts, rewards, found, strict=True
         )
-        if rollout.oldest_version is not None
+        if rollout.oldest_version is not None and not _is_left_out(rollout, job)
     ]
+
+
+def _is_left_out(rollout: Rollout, job: Job) -> bool:
+    return job.algorithm.truncated == "leave_out" and rollout.finish_reason == "length"
 
 
 def _lags(rollouts: Sequence[Rollout], policy_version: int) -> tuple[list[int], list[int]]:

@@ -187,3 +187,5 @@ def test_score_gradient_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.trainer.models.deepseek_v4.head.TOKEN_CHUNK", 2)
     labels = torch.tensor([0, 3, 6, 2, 2])
     check(lambda x, w: _Score.apply(x, w, labels, 0.7, _Alone())[0], leaf(5, 4), leaf(7, 4))
+    check(lambda x, w: _Score.apply(x, w, labels, 0.7, _Alone())[1], leaf(5, 4), leaf(7, 4))
+    check(lambda x, w: sum(_Score.apply(x, w, labels, 0.7, _Alone())), leaf(5, 4), leaf(7, 4))

@@ -98,7 +98,7 @@ def batch(step: int = 1) -> TrainingBatch:
                 num_prompt_tokens=prompt,
                 sampler_logprobs=logprobs,
                 advantage=float(rng.normal()),
-                reward=1.0,
+                reward=float(index % 2),
                 oldest_version=step - 1,
             )
         )
@@ -266,3 +266,61 @@ def test_a_refused_step_can_be_followed_by_a_good_one(release: Path) -> None:
     untouched.train_step(batch())
     one, other = held(actor), held(untouched)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+REINFORCE_PLUS = {"name": "reinforce_plus_plus", "kl": {"coefficient": 0.5}}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"kl": {"coefficient": 0.5}},
+        {"kl": {"coefficient": 0.5, "estimator": "unbiased"}, "updates_per_batch": 2},
+        REINFORCE_PLUS,
+    ],
+)
+def test_the_reference_stays_what_the_job_began_with(release: Path, algorithm: Any) -> None:
+    """The first step is at the reference: no KL, and the same update as without one."""
+    actor = Actor(job(release, algorithm=algorithm))
+    first, second = actor.train_step(batch()), actor.train_step(batch(2))
+    assert first["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert second["reference_kl"] > 1e-6
+
+
+def test_a_resumed_actor_has_the_same_reference(release: Path, tmp_path: Path) -> None:
+    document = job(release, algorithm={"kl": {"coefficient": 0.5}})
+    one = Actor(document)
+    one.train_step(batch())
+    state = {"step": 1, "policy_version": 1}
+    checkpoint.save(tmp_path / "step1", model=one.model, optimizer=one.optimizer, progress=state)
+    other = Actor(document)
+    checkpoint.load(tmp_path / "step1", model=other.model, optimizer=other.optimizer)
+    assert other.train_step(batch(2))["reference_kl"] == one.train_step(batch(2))["reference_kl"]
+
+
+def test_a_distance_in_the_reward_moves_the_update(release: Path) -> None:
+    """At the reference it costs nothing; from the second step on it does."""
+    without = Actor(job(release, algorithm={"name": "reinforce_plus_plus"}))
+    with_kl = Actor(job(release, algorithm=REINFORCE_PLUS))
+    for step in (1, 2):
+        losses = [actor.train_step(batch(step))["loss"] for actor in (without, with_kl)]
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "dapo", "gspo", "cispo", "rloo"])
+def test_every_algorithm_takes_a_step(release: Path, name: str) -> None:
+    actor = Actor(job(release, algorithm={"name": name}))
+    before = held(actor)
+    metrics = actor.train_step(batch())
+    assert math.isfinite(metrics["loss"])
+    assert metrics["grad_norm"] > 0
+    after = held(actor)
+    assert any(not torch.equal(before[tensor], after[tensor]) for tensor in before)
+
+
+def test_equal_rewards_change_nothing_but_decay(release: Path) -> None:
+    """Zero advantages: no gradient, whatever the sampler's log-probabilities say."""
+    actor = Actor(job(release))
+    equal = [s.model_copy(update={"advantage": 0.0}) for s in batch().samples]
+    metrics = actor.train_step(batch().model_copy(update={"samples": equal}))
+    assert metrics["loss"] == metrics["grad_norm"] == 0.0

@@ -17,9 +17,18 @@ from torch import Tensor
 from services.trainer import checkpoint
 from services.trainer.engine import schedule
 from services.trainer.engine.initial import load_release_weights, served_policy
+from services.trainer.engine.reference import ReferencePolicy
 from services.trainer.engine.rounding import rounded_weights
-from services.trainer.engine.tokens import ResponseTokens, response_tokens, scored_sequences
-from services.trainer.loss import Clipping, TokenBatch, drift_metrics, token_coefficients
+from services.trainer.engine.tokens import (
+    ResponseTokens,
+    advantages_less_kl,
+    response_tokens,
+    scored_sequences,
+)
+from services.trainer.loss.aggregation import token_coefficients
+from services.trainer.loss.divergence import kl_estimate, kl_k3
+from services.trainer.loss.drift import drift_metrics
+from services.trainer.loss.objective import TokenBatch
 from services.trainer.megatron.optimizer import (
     build_optimizer,
     gradients_are_finite,
@@ -60,6 +69,7 @@ class Actor:
             self.config, self.architecture, freeze_router=job.actor.freeze_router
         )
         self._load_first_weights()
+        self._reference = ReferencePolicy(self.model) if job.algorithm.kl.coefficient else None
         # The optimiser copies its FP32 masters from the weights, so those come first.
         self.wrapped = wrap(self.model, self.config)
         self.optimizer = build_optimizer(self.wrapped, self.config, job.actor.optimizer)
@@ -73,7 +83,8 @@ class Actor:
 
         The batch is cut in `updates_per_batch` parts (sample i goes to part i modulo that), each
         with its own optimiser update and denominators. Log-probabilities of the actor at the start
-        of the step cost a pass of their own only with several updates.
+        of the step cost a pass of their own only with several updates or a KL in the reward, and
+        those of the reference one more.
         """
         algorithm = self.job.algorithm
         tokens = response_tokens(
@@ -85,20 +96,24 @@ class Actor:
         updates = min(algorithm.updates_per_batch, len(tokens.sequences))
         num_tokens = len(tokens.sampler)
         old: Tensor | None = None
-        if updates > 1:
-            with clock("logprobs"):
+        with clock("logprobs"):
+            if updates > 1 or algorithm.kl_in_reward:
                 old = self._score(tokens.sequences, batch.temperature).logprobs
-            self._check_drift(old, tokens, batch.step)
+                self._check_drift(old, tokens, batch.step)
+            reference = self._score_reference(tokens.sequences, batch.temperature)
+        if algorithm.kl_in_reward and old is not None and reference is not None:
+            kl = kl_estimate(old, reference, algorithm.kl.estimator)
+            tokens = replace(tokens, advantages=advantages_less_kl(batch, kl, algorithm=algorithm))
         record, results = schedule.TokenRecord.empty(num_tokens), []
         for update in range(updates):
             part, places = tokens.part(update, updates)
-            old_part = None if old is None else old[places]
-            result = self._update(part, old_part, batch, clock, first=update == 0)
+            before = _Scored(old, reference).at(places)
+            result = self._update(part, before, batch, clock, first=update == 0)
             record.put(places, result.record)
             results.append(result)
         self.step, self.policy_version = batch.step, batch.policy_version + 1
         return {
-            **_token_metrics(record, tokens, old, tis_cap=algorithm.tis_cap),
+            **_token_metrics(record, tokens, old, reference),
             "loss": sum(result.loss for result in results) / updates,
             "grad_norm": max(result.grad_norm for result in results),
             "learning_rate": results[-1].learning_rate,
@@ -150,6 +165,14 @@ class Actor:
                 quant=self._quant,
             )
 
+    def _score_reference(
+        self, sequences: list[ScoredSequence], temperature: float
+    ) -> Tensor | None:
+        if self._reference is None:
+            return None
+        with self._reference.in_place():
+            return self._score(sequences, temperature).logprobs
+
     def _rounding(self) -> AbstractContextManager[None]:
         """Around every pass; the optimiser steps outside."""
         if self.job.actor.quantisation == "none":
@@ -162,7 +185,7 @@ class Actor:
     def _update(
         self,
         tokens: ResponseTokens,
-        old: Tensor | None,
+        before: "_Scored",
         batch: TrainingBatch,
         clock: "_Clock",
         *,
@@ -174,22 +197,33 @@ class Actor:
             micro_batches = self._pack(tokens.sequences)
         except ValueError as err:
             raise Rejected(f"step {batch.step}: {err}") from err
-        coefficients = token_coefficients(tokens.usable, tokens.lengths, algorithm.aggregation)
+        coefficients = token_coefficients(
+            tokens.usable,
+            tokens.lengths,
+            algorithm.aggregation,
+            max_tokens=self.job.sampling.max_response_tokens,
+        )
         with clock("forward_backward"), self._rounding():
             self.wrapped.zero_grad_buffer()
             self.optimizer.zero_grad()
             loss, record = schedule.forward_backward(
                 self.wrapped,
                 micro_batches,
-                TokenBatch(old, tokens.sampler, tokens.advantages, coefficients),
+                TokenBatch(
+                    before.old,
+                    tokens.sampler,
+                    tokens.advantages,
+                    coefficients,
+                    tokens.sample,
+                    before.reference,
+                ),
                 temperature=batch.temperature,
-                clipping=Clipping(algorithm.clip_low, algorithm.clip_high),
-                tis_cap=algorithm.tis_cap if algorithm.tis else None,
+                algorithm=algorithm,
                 quant=self._quant,
             )
         with clock("optimizer"):
             self._check_finite(loss, batch.step, first=first)
-            if old is None:
+            if before.old is None:
                 self._check_drift(record.logprobs, tokens, batch.step)
             settings = self.job.actor.optimizer
             learning_rate = set_learning_rate(self.optimizer, settings, batch.step)
@@ -224,6 +258,20 @@ def _activation_rounding(job: Job, policy: Policy) -> ActivationQuant:
 
 
 @dataclass(frozen=True, slots=True)
+class _Scored:
+    """Log-probabilities `[R]` from before the step, as far as somebody needs them."""
+
+    old: Tensor | None
+    reference: Tensor | None
+
+    def at(self, places: Tensor) -> "_Scored":
+        return _Scored(
+            None if self.old is None else self.old[places],
+            None if self.reference is None else self.reference[places],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _UpdateResult:
     loss: float
     grad_norm: float
@@ -234,17 +282,23 @@ class _UpdateResult:
 
 
 def _token_metrics(
-    record: schedule.TokenRecord, tokens: ResponseTokens, old: Tensor | None, *, tis_cap: float
+    record: schedule.TokenRecord,
+    tokens: ResponseTokens,
+    old: Tensor | None,
+    reference: Tensor | None,
 ) -> dict[str, float]:
     """Means over the usable response tokens, and the drift between sampler and trainer."""
     usable = tokens.usable
     weights = record.weights[usable]
+    before = record.logprobs if old is None else old
+    kl = {} if reference is None else {"reference_kl": kl_k3(before, reference)[usable].mean()}
     return {
-        **drift_metrics(record.logprobs if old is None else old, tokens.sampler, usable),
+        **drift_metrics(before, tokens.sampler, usable),
+        **{name: float(value) for name, value in kl.items()},
         "entropy": float(record.entropy[usable].mean()),
         "clip_share": float(record.clipped[usable].float().mean()),
         "tis_weight_mean": float(weights.mean()),
-        "tis_truncated_share": float((weights >= tis_cap).float().mean()),
+        "tis_truncated_share": float(record.corrected[usable].float().mean()),
         "bad_logprobs": tokens.num_unusable,
         "bad_logprob_share": tokens.num_unusable / len(usable),
         "response_tokens": len(usable),

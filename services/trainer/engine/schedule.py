@@ -12,27 +12,30 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from services.trainer.loss import Clipping, TokenBatch, policy_loss
+from services.trainer.loss.objective import TokenBatch, policy_loss
 from services.trainer.models.deepseek_v4.head import TokenScores
 from services.trainer.packing import MicroBatch
+from shared.job_algorithm import AlgorithmSection
 from shared.quant.activation import UNQUANTISED, ActivationQuant
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """What a pass saw of every response token of the batch, FP32 `[R]` (`clipped` bool)."""
+    """What a pass saw of every response token of the batch, FP32 `[R]`; the two that are claims,
+    bool `[R]`."""
 
     logprobs: Tensor
     entropy: Tensor
     clipped: Tensor
     weights: Tensor
+    corrected: Tensor
 
     @classmethod
     def empty(cls, num_tokens: int) -> "TokenRecord":
-        def zeros() -> Tensor:
-            return torch.zeros(num_tokens)
+        def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(num_tokens, dtype=dtype)
 
-        return cls(zeros(), zeros(), torch.zeros(num_tokens, dtype=torch.bool), zeros())
+        return cls(zeros(), zeros(), zeros(torch.bool), zeros(), zeros(torch.bool))
 
     def put(self, places: Tensor, values: "TokenRecord") -> None:
         for name in self.__slots__:
@@ -51,7 +54,8 @@ def score(
 
     def nothing_to_learn(micro: MicroBatch, scores: TokenScores) -> tuple[Tensor, TokenRecord]:
         ones = torch.ones_like(scores.logprobs)
-        return torch.zeros(()), TokenRecord(scores.logprobs, scores.entropy, ones > 1, ones)
+        none = ones > 1
+        return torch.zeros(()), TokenRecord(scores.logprobs, scores.entropy, none, ones, none)
 
     with torch.no_grad():
         inputs = _Pass(model, micro_batches, num_tokens, temperature, quant)
@@ -65,24 +69,22 @@ def forward_backward(
     tokens: TokenBatch,
     *,
     temperature: float,
-    clipping: Clipping,
-    tis_cap: float | None,
+    algorithm: AlgorithmSection,
     quant: ActivationQuant = UNQUANTISED,
 ) -> tuple[float, TokenRecord]:
     """Accumulate the gradient of the policy loss of all micro-batches; -> the loss, the record."""
 
     def learn(micro: MicroBatch, scores: TokenScores) -> tuple[Tensor, TokenRecord]:
-        places = torch.from_numpy(micro.places)
-        device = scores.logprobs.device
-        here = TokenBatch(
-            None if tokens.old is None else tokens.old[places].to(device),
-            tokens.sampler[places].to(device),
-            tokens.advantages[places].to(device),
-            tokens.coefficients[places].to(device),
+        here = tokens.at(torch.from_numpy(micro.places), scores.logprobs.device)
+        result = policy_loss(scores.logprobs, scores.entropy, here, algorithm)
+        record = TokenRecord(
+            scores.logprobs.detach(),
+            scores.entropy.detach(),
+            result.clipped,
+            result.weights,
+            result.corrected,
         )
-        result = policy_loss(scores.logprobs, here, clipping=clipping, tis_cap=tis_cap)
-        logprobs = scores.logprobs.detach()
-        return result.total, TokenRecord(logprobs, scores.entropy, result.clipped, result.weights)
+        return result.total, record
 
     inputs = _Pass(model, micro_batches, len(tokens.sampler), temperature, quant)
     return _run(inputs, learn, forward_only=False)

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.loss import usable_logprobs
+from services.trainer.loss.advantages import token_advantages
+from services.trainer.loss.aggregation import sample_of_token, usable_logprobs
 from services.trainer.packing import ScoredSequence
 from shared.errors import Rejected
+from shared.job_algorithm import AlgorithmSection
 from shared.messages import TrainingBatch, TrainingSample
 
 
@@ -27,13 +29,17 @@ class ResponseTokens:
     advantages: Tensor
 
     @property
+    def sample(self) -> Tensor:
+        """int64 `[R]`: the sample of each token."""
+        return sample_of_token(self.lengths)
+
+    @property
     def num_unusable(self) -> int:
         return int((~self.usable).sum())
 
     def part(self, index: int, of: int) -> tuple["ResponseTokens", Tensor]:
         """Every `of`-th sample from `index` on, and where its tokens are in the whole."""
-        sample = torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
-        places = torch.nonzero(sample % of == index).squeeze(-1)
+        places = torch.nonzero(self.sample % of == index).squeeze(-1)
         part = ResponseTokens(
             self.sequences[index::of],
             self.lengths[index::of],
@@ -72,6 +78,23 @@ def response_tokens(
         usable,
         torch.from_numpy(advantages).float(),
     )
+
+
+def advantages_less_kl(batch: TrainingBatch, kl: Tensor, *, algorithm: AlgorithmSection) -> Tensor:
+    """FP32 `[R]`: advantages anew, from rewards that each token's `kl` `[R]` is a cost of.
+
+    Samples that are left out of the batch do not count in these baselines.
+    """
+    samples = [sample for sample in batch.samples if len(sample.sampler_logprobs)]
+    costs = algorithm.kl.coefficient * kl.double().numpy()
+    ends = np.cumsum([len(sample.sampler_logprobs) for sample in samples])[:-1]
+    found = token_advantages(
+        [sample.reward for sample in samples],
+        [sample.group_id for sample in samples],
+        np.split(costs, ends),
+        algorithm=algorithm,
+    )
+    return torch.from_numpy(found).float()
 
 
 def scored_sequences(items: Sequence[tuple[np.ndarray, int]]) -> list[ScoredSequence]:

@@ -22,7 +22,7 @@ TOKEN_CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """For every scored position, FP32 `[N]`; only `logprobs` carries a gradient."""
+    """For every scored position, FP32 `[N]`; both carry gradients."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -48,7 +48,7 @@ class OutputHead(ColumnParallelLinear):
         """Log-probabilities and entropies of `softmax(logits / temperature)` at `labels_N`."""
         slice_ = _Vocabulary(self.tp_group, self.weight.size(0))
         logprobs, entropy = _Score.apply(x_ND, self.weight, labels_N, temperature, slice_)
-        return TokenScores(logprobs, entropy.detach())
+        return TokenScores(logprobs, entropy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +99,34 @@ class _Score(torch.autograd.Function):
             entropy[chunk] = total.log() - mean
             log_total[chunk] = top + total.log()
             logprobs[chunk] = target - log_total[chunk]
-        ctx.save_for_backward(x, weight, labels, log_total)
+        ctx.save_for_backward(x, weight, labels, log_total, entropy)
         ctx.temperature, ctx.vocabulary = temperature, vocabulary
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, labels, log_total = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, labels, log_total, entropy = ctx.saved_tensors
         grad_x = torch.empty_like(x, dtype=wide(x).dtype)
         grad_weight = torch.zeros_like(weight, dtype=grad_x.dtype)
         for chunk in _chunks(labels):
             logits = _logits(x[chunk], weight, ctx.temperature)
-            probabilities = logits.sub_(log_total[chunk].unsqueeze(-1)).exp_()
-            rows, inside = ctx.vocabulary.local(labels[chunk])
-            grad_logits = probabilities.neg_().scatter_add_(
-                -1, rows, inside.unsqueeze(-1).to(probabilities.dtype)
-            )
-            grad_logits.mul_((grad[chunk] / ctx.temperature).unsqueeze(-1))
+            logprobs = logits.sub_(log_total[chunk].unsqueeze(-1))
+            grad_logits = torch.zeros_like(logprobs)
+            if grad_entropy is not None:  # of the entropy: -p · (log p + entropy)
+                surprise = (logprobs + entropy[chunk].unsqueeze(-1)).mul_(logprobs.exp())
+                grad_logits.sub_(surprise.mul_(grad_entropy[chunk].unsqueeze(-1)))
+            if grad is not None:  # of log p at the label: 1 at the label, less p
+                rows, inside = ctx.vocabulary.local(labels[chunk])
+                ours = (
+                    logprobs.exp_()
+                    .neg_()
+                    .scatter_add_(-1, rows, inside.unsqueeze(-1).to(logprobs.dtype))
+                )
+                grad_logits.add_(ours.mul_(grad[chunk].unsqueeze(-1)))
+            grad_logits.div_(ctx.temperature)
             torch.mm(grad_logits, wide(weight), out=grad_x[chunk])
             grad_weight.addmm_(grad_logits.t(), wide(x[chunk]))
         ctx.vocabulary.sum(grad_x)

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from services.trainer.batches import (
@@ -6,7 +5,6 @@ from services.trainer.batches import (
     Unusable,
     batch_facts,
     build_batch,
-    group_advantages,
     judge,
 )
 from shared.job import Job
@@ -97,6 +95,7 @@ def test_group_with_variance_gives_its_rewards() -> None:
         (scored(RIGHT, WRONG, version=2), "too_old", (1.0, 0.0)),
         (scored(RIGHT, WRONG, lengths=(0, 0)), "empty_responses", (1.0, 0.0)),
         (scored(RIGHT, WRONG, finish="abort"), "aborted", (1.0, 0.0)),
+        (scored(WRONG, WRONG, finish="length"), "all_truncated", (0.0, 0.0)),
     ],
 )
 def test_unusable_group_says_why(group: ScoredGroup, reason: str, rewards: tuple) -> None:
@@ -125,22 +124,6 @@ def test_groups_without_variance_are_kept_if_the_job_says_so() -> None:
     assert judge(scored(RIGHT, RIGHT), job=job, oldest_trainable=0) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "by_std", "advantages"),
-    [
-        ([1.0, 0.0], True, [1.0, -1.0]),
-        ([1.0, 0.0], False, [0.5, -0.5]),
-        ([1.0, 0.0, 0.0, 0.0], True, [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
-        ([0.3, 0.1 + 0.2], True, [0.0, 0.0]),
-        ([2.0, 2.0, 2.0], True, [0.0, 0.0, 0.0]),
-        ([5.0], True, [0.0]),
-    ],
-)
-def test_advantages(rewards: list[float], by_std: bool, advantages: list[float]) -> None:
-    found = group_advantages(rewards, normalise_by_std=by_std)
-    np.testing.assert_allclose(found, advantages, atol=1e-7)
-
-
 def test_batch_stands_in_draw_order() -> None:
     groups = [kept(0.0, 1.0, draw=5), kept(1.0, 0.0, draw=2), kept(0.0, 1.0, draw=3)]
     batch = build_batch(groups, job=make_job(), job_id="j", step=4, policy_version=3)
@@ -161,6 +144,34 @@ def test_empty_responses_are_left_out_of_the_batch_and_counted() -> None:
     assert [sample.rollout_id for sample in batch.samples] == ["j.g000000.1"]
     facts = batch_facts(batch, groups, reward_sum=0.0, num_rewards=0)
     assert (facts["samples"], facts["empty_responses"]) == (1, 1)
+
+
+def test_truncated_responses_may_be_left_out_but_count_in_the_baseline() -> None:
+    job = make_job(algorithm={"truncated": "leave_out"})
+    group = kept(0.0, 1.0, 1.0, 0.0)
+    whole = group.scored.group
+    cut = whole.rollouts[3].model_copy(update={"finish_reason": "length"})
+    rollouts = [*whole.rollouts[:3], cut]
+    scored_group = group.scored.model_copy(
+        update={"group": whole.model_copy(update={"rollouts": rollouts})}
+    )
+    group = KeptGroup(b"1-0", scored_group, group.rewards)
+    batch = build_batch([group], job=job, job_id="j", step=1, policy_version=3)
+    assert [sample.advantage for sample in batch.samples] == [-1.0, 1.0, 1.0]
+    cut_all = scored(RIGHT, WRONG, finish="length")
+    verdict = judge(cut_all, job=job, oldest_trainable=0)
+    assert verdict == Unusable("all_truncated", (1.0, 0.0))
+
+
+def test_long_responses_pay_before_advantages_are_taken() -> None:
+    """Lengths 8 and 6 of 8 with a buffer of 4: rewards 1 - 1 and 0 - 0.5."""
+    job = make_job(algorithm={"overlong": {"buffer_tokens": 4}})
+    groups = [kept(1.0, 0.0, lengths=(8, 6))]
+    batch = build_batch(groups, job=job, job_id="j", step=1, policy_version=3)
+    assert [sample.reward for sample in batch.samples] == [0.0, -0.5]
+    assert [sample.advantage for sample in batch.samples] == [1.0, -1.0]
+    facts = batch_facts(batch, groups, reward_sum=0.0, num_rewards=0)
+    assert facts["reward_trained"] == 0.5  # as graded
 
 
 def test_raw_reward_counts_dropped_groups_and_trained_reward_does_not() -> None:

@@ -1,0 +1,168 @@
+"""Agreement with TRL's own GRPO loss on the same inputs: loss and gradient."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.trainer.loss.aggregation import token_coefficients
+from services.trainer.loss.objective import TokenBatch, policy_loss
+from shared.job_algorithm import AlgorithmSection
+
+ROWS, LENGTH = 6, 9
+NONE = {"correction": {"kind": "none"}}
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": (NONE, {"loss_type": "grpo"}),
+    "dapo": ({"name": "dapo", **NONE}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "dr_grpo": ({"name": "dr_grpo", **NONE}, {"loss_type": "dr_grpo"}),
+    "gspo": (
+        {"name": "gspo", **NONE},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 3e-4,
+            "epsilon_high": 4e-4,
+        },
+    ),
+    "cispo": (
+        {"name": "cispo", "clip_high": 0.1, **NONE},
+        {"loss_type": "cispo", "epsilon_high": 1.1},
+    ),
+    "k3": ({"kl": {"coefficient": 0.2}, **NONE}, {"loss_type": "grpo", "beta": 0.2}),
+    "unbiased": (
+        {"kl": {"coefficient": 0.2, "estimator": "unbiased"}, **NONE},
+        {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": True},
+    ),
+    "tis": ({"name": "dapo", "clip_high": 0.2}, {"loss_type": "dapo", "tis_cap": 2.0}),
+    "entropy": (
+        {"aggregation": "token_mean", "entropy_bonus": 0.3, **NONE},
+        {"loss_type": "dapo", "entropy_coef": 0.3},
+    ),
+}
+
+
+def inputs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+
+    def noise() -> Tensor:
+        return torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64)
+
+    new = -1 - noise().abs()
+    lengths = torch.tensor([9, 4, 1, 7, 9, 3])
+    return {
+        "new": new,
+        "old": new + 0.3 * noise(),
+        "reference": new + 0.4 * noise(),
+        "sampler": new + 0.6 * noise(),
+        "entropy": noise().abs(),
+        "advantages": torch.randn(ROWS, generator=generator, dtype=torch.float64),
+        "mask": (torch.arange(LENGTH) < lengths[:, None]).long(),
+    }
+
+
+def trl_loss(given: dict[str, Tensor], new: Tensor, entropy: Tensor, **fields: Any) -> Tensor:
+    """`GRPOTrainer._compute_loss`, on a trainer that is nothing but its settings."""
+    from trl import GRPOTrainer  # heavy: only here
+
+    cap, beta = fields.pop("tis_cap", None), fields.pop("beta", 0.0)
+    settings = {"delta": None, "use_bias_correction_kl": False} | fields
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (new, entropy, None),
+        args=SimpleNamespace(**settings, steps_per_generation=1),
+        accelerator=_Alone(),
+        model=SimpleNamespace(training=True),
+        _metrics={"train": _Anything()},
+        current_gradient_accumulation_steps=1,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=fields.get("importance_sampling_level", "token"),
+        loss_type=fields["loss_type"],
+        beta=beta,
+        epsilon_low=fields.get("epsilon_low", 0.2),
+        epsilon_high=fields.get("epsilon_high", 0.2),
+        use_vllm=cap is not None,
+        vllm_importance_sampling_correction=cap is not None,
+        max_completion_length=LENGTH,
+        _entropy_bonus_enabled="entropy_coef" in fields,
+        use_adaptive_entropy=False,
+        entropy_coef=fields.get("entropy_coef", 0.0),
+    )
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    ratio = torch.exp(given["old"] - given["sampler"]).clamp(max=cap or math.inf)
+    loss: Tensor = GRPOTrainer._compute_loss(
+        trainer,
+        None,
+        {
+            "prompt_ids": ids[:, :2],
+            "prompt_mask": ids[:, :2] + 1,
+            "completion_ids": ids,
+            "completion_mask": given["mask"],
+            "advantages": given["advantages"],
+            "old_per_token_logps": given["old"],
+            "ref_per_token_logps": given["reference"],
+            "importance_sampling_ratio": ratio,
+            "num_items_in_batch": given["mask"].sum(),
+        },
+    )
+    return loss
+
+
+class _Alone(SimpleNamespace):
+    """One process's accelerator."""
+
+    num_processes = 1
+    sync_gradients = False
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values
+
+    def reduce(self, values: Tensor, reduction: str) -> Tensor:
+        return values
+
+
+class _Anything(dict[str, list[float]]):
+    """Its metrics go nowhere."""
+
+    def __missing__(self, key: str) -> list[float]:
+        return []
+
+
+def our_loss(given: dict[str, Tensor], new: Tensor, entropy: Tensor, **fields: Any) -> Tensor:
+    algorithm = AlgorithmSection.model_validate(fields)
+    mask = given["mask"].bool()
+    lengths = mask.sum(1)
+    sample = torch.arange(ROWS).repeat_interleave(lengths)
+    usable = torch.ones(len(sample), dtype=torch.bool)
+    coefficients = token_coefficients(usable, lengths, algorithm.aggregation, max_tokens=LENGTH)
+    batch = TokenBatch(
+        given["old"][mask],
+        given["sampler"][mask],
+        given["advantages"][sample],
+        coefficients.double(),
+        sample,
+        given["reference"][mask],
+    )
+    return policy_loss(new[mask], entropy[mask], batch, algorithm).total
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_equal_trls(case: str) -> None:
+    ours, theirs = CASES[case]
+    given = inputs()
+    found = []
+    for compute, fields in ((our_loss, ours), (trl_loss, theirs)):
+        new = given["new"].clone().requires_grad_()
+        entropy = given["entropy"].clone().requires_grad_()
+        loss = compute(given, new, entropy, **fields)
+        loss.backward()
+        found.append((loss.detach(), new.grad, entropy.grad))
+    (our, our_new, our_entropy), (their, their_new, their_entropy) = found
+    torch.testing.assert_close(our, their, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(our_new, their_new, rtol=1e-6, atol=1e-8)
+    if case == "entropy":
+        torch.testing.assert_close(our_entropy, their_entropy, rtol=1e-6, atol=1e-8)
