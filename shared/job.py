@@ -6,7 +6,7 @@ Every field does something; nothing is read past this schema. Token budgets are 
 import os
 import tomllib
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,7 @@ from shared.parallel import Layout
 from shared.section import Section
 
 GraderName = Literal["math", "aime", "arithmetic"]
+PromptFormat = Literal["raw", "thinking", "non_thinking"]
 DataFormat = Literal["auto", "prompt", "dapo", "gsm8k", "math500", "aime", "deepmath"]
 
 
@@ -45,6 +46,10 @@ class DataSection(Section):
     """How a row is read; `auto` decides by the first row's keys."""
     prompt_template: str = "{problem}"
     """What the policy is asked; `{problem}` is the row's text."""
+    prompt_format: PromptFormat = "raw"
+    """`thinking` and `non_thinking` are DeepSeek-V4's chat format; `raw` is the template alone."""
+    system: str = ""
+    """The chat formats' system prompt."""
     shuffle: bool = True
     """Draw rows in an order given by the job's seed, anew each epoch."""
     max_rows: int | None = Field(None, gt=0)
@@ -56,6 +61,8 @@ class DataSection(Section):
             raise ValueError("give either path or dataset")
         if "{problem}" not in self.prompt_template:
             raise ValueError(f"prompt_template {self.prompt_template!r} lacks {{problem}}")
+        if self.system and self.prompt_format == "raw":
+            raise ValueError("a system prompt needs a chat format, prompt_format is raw")
         return self
 
 
@@ -146,18 +153,51 @@ class RewardSection(Section):
     answer that earns nothing under `zero`; time-outs and errors drop the group either way."""
 
 
-class EvalSection(Section):
+class SuiteSection(Section):
+    """What is asked in an evaluation, how, and who grades it."""
+
     suite: str
     """Name shown in reports."""
     data: DataSection
-    every_steps: int = Field(10, gt=0)
     samples_per_problem: int = Field(8, gt=0)
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     max_response_tokens: int = Field(gt=0)
+    budgets: list[Annotated[int, Field(gt=0)]] = Field(default_factory=list)
+    """Smaller response budgets to report, too; the same samples cut there tell what they were."""
     grader: GraderName = "aime"
-    deadline_s: float = Field(600.0, gt=0)
     max_problems: int | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _budgets_are_smaller(self) -> Self:
+        if (most := max(self.budgets, default=0)) > self.max_response_tokens:
+            raise ValueError(
+                f"budgets: {most} exceeds max_response_tokens {self.max_response_tokens}"
+            )
+        return self
+
+
+class EvalSection(SuiteSection):
+    every_steps: int = Field(10, gt=0)
+    deadline_s: float = Field(600.0, gt=0)
+    """Of one evaluation, all suites; a server is not kept from training for longer."""
+    server: Literal["lease", "dedicated"] = "lease"
+    """`lease`: a server is taken from training for each evaluation and keeps the version until it
+    is done. `dedicated`: one server does nothing but evaluations; needs two servers."""
+    also: list[SuiteSection] = Field(default_factory=list)
+    """Further suites, asked of the same version in the same lease."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [self.suite, *(one.suite for one in self.also)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"also: two suites are named {twice!r}")
+        return self
+
+    @property
+    def suites(self) -> list[SuiteSection]:
+        """All suites; the first is the one that curves and comparisons of a run show."""
+        return [self, *self.also]
 
 
 class CheckpointSection(Section):

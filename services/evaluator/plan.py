@@ -4,14 +4,16 @@ A plan is a function of its request, so an evaluation that is taken up again ask
 samples under the same seeds.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from shared.chat import encode_prompt
 from shared.data import Row, load_rows
 from shared.errors import TandemError
-from shared.job import EvalSection, Job, expand_path
+from shared.job import Job, SuiteSection, expand_path
 from shared.messages import EvalRequested, SamplingParams
 from shared.tokenizer import CheckpointTokenizer
 
@@ -22,7 +24,7 @@ class EvaluationFailed(TandemError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of a suite as the policy gets it."""
+    """One row of a suite as the policy gets it; `prompt` shows control tokens by name."""
 
     row: int
     source: str
@@ -50,6 +52,8 @@ class Plan:
     seed: int
     deadline_s: float
     max_running_requests: int
+    budgets: list[int]  # below sampling.max_response_tokens, rising
+    tokenizer: CheckpointTokenizer
 
     def file_stem(self, runs_dir: Path) -> Path:
         """Where the samples go, without suffix."""
@@ -62,26 +66,59 @@ class Plan:
         return int.from_bytes(digest, "little") >> 11
 
 
-def plan_of_job(request: EvalRequested, job: Job) -> Plan:
-    """The plan of a job's own evaluation; blocks."""
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What an evaluation must know of the policy and of its server."""
+
+    checkpoint: Path  # architecture and tokenizer
+    context_length: int
+    max_running_requests: int
+    grading_timeout_s: float
+
+    @classmethod
+    def of_job(cls, job: Job) -> "Policy":
+        return cls(
+            checkpoint=expand_path(job.model.rollout_checkpoint),
+            context_length=job.sampling.context_length,
+            max_running_requests=job.rollout.max_running_requests,
+            grading_timeout_s=job.reward.timeout_s,
+        )
+
+
+def plans_of_job(request: EvalRequested, job: Job) -> list[Plan]:
+    """A plan for each suite of a job's own evaluation, the job's first suite last; blocks.
+
+    What the first suite says ends the lease, so it comes when the others are done.
+    """
     if job.eval is None:
         raise EvaluationFailed(f"{request.eval_id}: job {job.name} has no eval section")
-    return make_plan(
-        job.eval,
-        job,
-        eval_id=request.eval_id,
-        job_id=request.job_id,
-        stem=f"v{request.policy_version:08d}",
-        policy_version=request.policy_version,
-        step=request.step,
-        seed=job.seed,
-        deadline_s=request.deadline_s,
-    )
+    stem = f"v{request.policy_version:08d}"
+    first, *others = job.eval.suites
+    named = [(one, f".{suite_slug(one.suite)}") for one in others]
+    return [
+        make_plan(
+            section,
+            Policy.of_job(job),
+            eval_id=request.eval_id + name,
+            job_id=request.job_id,
+            stem=stem + name,
+            policy_version=request.policy_version,
+            step=request.step,
+            seed=job.seed,
+            deadline_s=request.deadline_s,
+        )
+        for section, name in [*named, (first, "")]
+    ]
+
+
+def suite_slug(suite: str) -> str:
+    """A suite's name as part of a file name: 'AIME 2025' is 'AIME-2025'."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", suite).strip("-")[:60] or "suite"
 
 
 def make_plan(
-    section: EvalSection,
-    job: Job,
+    section: SuiteSection,
+    policy: Policy,
     *,
     eval_id: str,
     job_id: str,
@@ -91,15 +128,16 @@ def make_plan(
     seed: int,
     deadline_s: float,
 ) -> Plan:
-    """Read the suite and encode its prompts as the job's policy reads them; blocks.
+    """Read the suite and encode its prompts as the policy reads them; blocks.
 
-    A prompt that leaves no room for the response in the job's context is skipped and counted.
-    Raises `DataError` for an unusable suite, OSError for a checkpoint without tokenizer.
+    A prompt that leaves no room for the response in the context is skipped and counted.
+    Raises `DataError` for an unusable suite, OSError for a checkpoint without tokenizer, and
+    `EvaluationFailed` for a chat format that the tokenizer does not have.
     """
-    tokenizer = CheckpointTokenizer.load(expand_path(job.model.rollout_checkpoint))
+    tokenizer = CheckpointTokenizer.load(policy.checkpoint)
     rows = load_rows(section.data)[: section.max_problems]
-    limit = job.sampling.context_length - section.max_response_tokens
-    problems = [one for one in _encoded(rows, tokenizer) if len(one.token_ids) <= limit]
+    limit = policy.context_length - section.max_response_tokens
+    problems = [one for one in _encoded(rows, section, tokenizer) if len(one.token_ids) <= limit]
     return Plan(
         eval_id=eval_id,
         job_id=job_id,
@@ -117,14 +155,27 @@ def make_plan(
             stop_token_ids=list(tokenizer.stop_token_ids),
         ),
         grader=section.grader,
-        grading_timeout_s=job.reward.timeout_s,
+        grading_timeout_s=policy.grading_timeout_s,
         seed=seed,
         deadline_s=deadline_s,
-        max_running_requests=job.rollout.max_running_requests,
+        max_running_requests=policy.max_running_requests,
+        budgets=sorted({b for b in section.budgets if b < section.max_response_tokens}),
+        tokenizer=tokenizer,
     )
 
 
-def _encoded(rows: Iterable[Row], tokenizer: CheckpointTokenizer) -> Iterable[Problem]:
+def _encoded(
+    rows: Iterable[Row], section: SuiteSection, tokenizer: CheckpointTokenizer
+) -> Iterable[Problem]:
+    data = section.data
     for row in rows:
-        token_ids = tokenizer.encode(row.prompt)
-        yield Problem(row.index, row.source, row.prompt, token_ids, row.gold)
+        try:
+            prompt = encode_prompt(
+                row.prompt,
+                prompt_format=data.prompt_format,
+                tokenizer=tokenizer,
+                system=data.system,
+            )
+        except ValueError as err:
+            raise EvaluationFailed(f"{section.suite}: {err}") from err
+        yield Problem(row.index, row.source, prompt.text, prompt.token_ids, row.gold)

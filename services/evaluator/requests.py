@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from redis.asyncio import Redis
 
-from services.evaluator.plan import EvaluationFailed, Plan, make_plan
+from services.evaluator.plan import EvaluationFailed, Plan, Policy, make_plan
 from services.evaluator.runner import Runner
 from services.evaluator.servers import named_server, reward_servers
 from shared.current_job import CurrentJob
 from shared.data import DataError
 from shared.errors import DeadlineExceeded, HttpFailed, Retryable, TandemError
-from shared.job import DataSection, EvalSection, GraderName, Job, expand_path
+from shared.job import DataSection, Job, SuiteSection, expand_path
 from shared.registry import Replica, live_replicas
 from shared.telemetry import now_s
 
@@ -44,28 +44,15 @@ class Refused(TandemError):
         self.status = status
 
 
-class EvalRequest(BaseModel):
+class EvalRequest(SuiteSection):
     """POST /v1/evals."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    suite: str
-    """Name shown with the result."""
-    data: DataSection
     samples_per_problem: int = Field(8, gt=0, le=1024)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_response_tokens: int = Field(gt=0)
-    grader: GraderName = "aime"
-    max_problems: int | None = Field(None, gt=0)
     deadline_s: float = Field(600.0, gt=0)
     """Seconds from the start of the evaluation."""
     replica: str | None = None
     """The rollout server to use; default: the first one that serves a version."""
     seed: int = Field(0, ge=0)
-
-    def section(self) -> EvalSection:
-        return EvalSection.model_validate(self.model_dump(exclude={"replica", "seed"}))
 
 
 class EvalStatus(BaseModel):
@@ -172,8 +159,8 @@ class RequestedEvals:
         try:
             return await asyncio.to_thread(
                 make_plan,
-                request.section(),
-                job,
+                request,
+                Policy.of_job(job),
                 eval_id=eval_id,
                 job_id=job_id,
                 stem=eval_id.removeprefix(f"{job_id}."),
@@ -184,6 +171,8 @@ class RequestedEvals:
             )
         except DataError as err:
             raise Refused("data", str(err)) from err
+        except EvaluationFailed as err:
+            raise Refused("data.prompt_format", str(err)) from err
 
     def _check_path(self, data: DataSection) -> None:
         if data.path is None:

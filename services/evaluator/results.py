@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from services.evaluator.plan import Plan
-from services.evaluator.samples import GradedSample, ProblemResult
+from services.evaluator.samples import GradedSample, ProblemResult, is_correct
 from services.evaluator.statistics import (
+    Array,
     Interval,
     pass_curve,
+    ratio_interval,
     sampling_interval,
     share_intervals,
 )
@@ -30,6 +32,7 @@ def summarise(plan: Plan, results: Sequence[ProblemResult], *, seconds: float) -
     intervals = share_intervals(pass_curve(correct, n))
     by_k = {str(k): found for k, found in enumerate(intervals, 1) if k in reported_ks(n)}
     samples = [sample for result in results for sample in result.samples]
+    outcomes = dict.fromkeys(OUTCOMES, 0) | Counter(s.outcome.kind for s in samples)
     return {
         "eval_id": plan.eval_id,
         "suite": plan.suite,
@@ -43,7 +46,10 @@ def summarise(plan: Plan, results: Sequence[ProblemResult], *, seconds: float) -
         "pass_at_1_ci": _bounds(intervals[0]),
         "pass_at_1_sampling_ci": _bounds(sampling_interval(correct, n)),
         **_lengths(samples),
-        "outcomes": dict.fromkeys(OUTCOMES, 0) | Counter(s.outcome.kind for s in samples),
+        "budgets": [at_budget(results, budget) for budget in _budgets(plan)],
+        "outcomes": outcomes,
+        "unparseable_share": outcomes["unparseable"] / len(samples),
+        "timeout_share": outcomes["timeout"] / len(samples),
         "skipped_problems": plan.num_skipped,
         "seconds": round(seconds, 3),
         "per_problem_correct": correct,
@@ -70,6 +76,39 @@ def _lengths(samples: Sequence[GradedSample]) -> dict[str, Any]:
             name: float(np.quantile(tokens, at)) for name, at in QUANTILES.items()
         },
     }
+
+
+def at_budget(results: Sequence[ProblemResult], budget: int) -> dict[str, Any]:
+    """What the same samples say under a smaller response budget: pass@1, how many it would have
+    cut, and pass@1 of the others, each with its interval over problems."""
+    judged = [[sample.at(budget) for sample in result.samples] for result in results]
+    right_P = _counts([[is_correct(outcome) for outcome, _ in one] for one in judged])
+    whole_P = _counts([[not was_cut for _, was_cut in one] for one in judged])
+    right_whole_P = _counts(
+        [[is_correct(outcome) and not was_cut for outcome, was_cut in one] for one in judged]
+    )
+    num_P = _counts([[True] * len(one) for one in judged])
+    (pass_at_1,) = share_intervals((right_P / num_P)[:, None])
+    untruncated = ratio_interval(right_whole_P, whole_P)
+    return {
+        "budget": budget,
+        "pass_at_1": pass_at_1.mean,
+        "pass_at_1_ci": _bounds(pass_at_1),
+        "truncated_share": 1 - float(whole_P.sum() / num_P.sum()),
+        "pass_at_1_untruncated": None if math.isnan(untruncated.mean) else untruncated.mean,
+        "pass_at_1_untruncated_ci": _bounds(untruncated),
+        "num_untruncated": int(whole_P.sum()),
+    }
+
+
+def _budgets(plan: Plan) -> list[int]:
+    """The smaller ones and the one that was sampled with; none if only that was asked for."""
+    return [*plan.budgets, plan.sampling.max_response_tokens] if plan.budgets else []
+
+
+def _counts(flags: Sequence[Sequence[bool]]) -> Array:
+    """[P]: how many of each problem's samples."""
+    return np.array([sum(one) for one in flags], np.float64)
 
 
 def _bounds(found: Interval) -> list[float] | None:

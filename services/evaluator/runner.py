@@ -9,6 +9,7 @@ Finished problems are kept one by one, so whoever takes the evaluation up again 
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from services.evaluator.config import RunnerConfig
 from services.evaluator.plan import EvaluationFailed, Plan, Problem
 from services.evaluator.results import summarise
 from services.evaluator.samples import GradedSample, ProblemResult, SampleFile, write_summary
-from services.evaluator.servers import Address, Graders, PinnedSampler
+from services.evaluator.servers import Address, Completion, Graders, PinnedSampler
 from shared.errors import Retryable
 from shared.http import HttpClient
+from shared.messages import Outcome
 from shared.tasks import end
 from shared.telemetry import counter, histogram, now_s
 
@@ -67,8 +69,10 @@ class Runner:
 
         async def evaluate(problem: Problem) -> None:
             completions = await pinned.sample(problem)
-            outcomes = await grading.grade(problem, completions)
-            result = _result(plan, problem, completions, outcomes)
+            cuts = _cuts(plan, completions)
+            texts = [one.text for one in completions] + [cut.text for cut in cuts]
+            outcomes = await grading.grade(problem, texts)
+            result = _result(plan, problem, completions, outcomes, cuts)
             file.add(result)
             for sample in result.samples:
                 self._samples.labels(sample.outcome.kind).inc()
@@ -103,9 +107,35 @@ class Runner:
         return summary
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What of sample `index` a smaller budget would have left."""
+
+    index: int
+    budget: int
+    text: str
+
+
+def _cuts(plan: Plan, completions: Sequence[Completion]) -> list[_Cut]:
+    return [
+        _Cut(index, budget, plan.tokenizer.decode(one.token_ids[:budget]))
+        for index, one in enumerate(completions)
+        for budget in plan.budgets
+        if len(one.token_ids) > budget
+    ]
+
+
 def _result(
-    plan: Plan, problem: Problem, completions: Sequence[Any], outcomes: Sequence[Any]
+    plan: Plan,
+    problem: Problem,
+    completions: Sequence[Completion],
+    outcomes: Sequence[Outcome],
+    cuts: Sequence[_Cut],
 ) -> ProblemResult:
+    """`outcomes` are of the completions, then of the cuts."""
+    cut_outcomes: list[dict[int, Outcome]] = [{} for _ in completions]
+    for cut, outcome in zip(cuts, outcomes[len(completions) :], strict=True):
+        cut_outcomes[cut.index][cut.budget] = outcome
     return ProblemResult(
         row=problem.row,
         source=problem.source,
@@ -117,9 +147,10 @@ def _result(
                 text=one.text,
                 token_ids=one.token_ids,
                 finish_reason=one.finish_reason,
-                outcome=outcome,
+                outcome=outcomes[index],
+                cut=cut_outcomes[index],
             )
-            for one, outcome in zip(completions, outcomes, strict=True)
+            for index, one in enumerate(completions)
         ],
     )
 

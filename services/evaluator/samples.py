@@ -22,6 +22,10 @@ log = structlog.get_logger()
 CORRECT_SCORE = 1.0  # less than the full score is not a right answer
 
 
+def is_correct(outcome: Outcome) -> bool:
+    return outcome.kind == "score" and outcome.value >= CORRECT_SCORE
+
+
 class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -33,10 +37,21 @@ class GradedSample(_Line):
     token_ids: list[int]
     finish_reason: FinishReason
     outcome: Outcome
+    cut: dict[int, Outcome] = {}
+    """Budget -> outcome of the first so many tokens, where the sample is longer."""
 
     @property
     def is_correct(self) -> bool:
-        return self.outcome.kind == "score" and self.outcome.value >= CORRECT_SCORE
+        return is_correct(self.outcome)
+
+    def at(self, budget: int) -> tuple[Outcome, bool]:
+        """What a response budget would have given, and whether it would have cut the sample.
+
+        Sampling goes from left to right, so the first tokens are those of a smaller budget.
+        """
+        if budget in self.cut:
+            return self.cut[budget], True
+        return self.outcome, self.finish_reason == "length"
 
 
 class ProblemResult(_Line):
@@ -63,6 +78,9 @@ class Header(_Line):
     policy_version: int
     samples_per_problem: int
     seed: int
+    budgets: list[int] = []
+    max_response_tokens: int | None = None
+    step: int | None = None
     rows: list[int] = Field(description="the problems to do, in the suite's order")
     began_at_s: float = 0.0
 
@@ -74,6 +92,9 @@ class Header(_Line):
             policy_version=plan.policy_version,
             samples_per_problem=plan.samples_per_problem,
             seed=plan.seed,
+            budgets=plan.budgets,
+            max_response_tokens=plan.sampling.max_response_tokens,
+            step=plan.step,
             rows=[problem.row for problem in plan.problems],
             began_at_s=began_at_s,
         )

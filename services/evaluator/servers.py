@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from services.evaluator.plan import EvaluationFailed, Plan, Problem
 from shared import topology
+from shared.chat import graded_text
 from shared.errors import DeadlineExceeded, HttpFailed
 from shared.http import HttpClient
 from shared.messages import FinishReason, Outcome, VersionSpan
@@ -99,8 +100,8 @@ class Graders:
         self._plan = plan
         self._asking = _Asking(http, address, plan.deadline_s, request_s, retry_s)
 
-    async def grade(self, problem: Problem, completions: list[Completion]) -> list[Outcome]:
-        """One outcome per completion."""
+    async def grade(self, problem: Problem, texts: list[str]) -> list[Outcome]:
+        """One outcome per response text."""
         plan = self._plan
         item = {
             "gold": problem.gold,
@@ -109,7 +110,7 @@ class Graders:
         }
         answer = await self._asking.post(
             "/v1/grade",
-            {"items": [{"response": one.text, **item} for one in completions]},
+            {"items": [{"response": graded_text(problem.prompt, one), **item} for one in texts]},
             what=f"a reward server to grade row {problem.row}",
         )
         try:
@@ -117,8 +118,8 @@ class Graders:
         except (ValidationError, KeyError, TypeError) as err:
             text = f"row {problem.row}: an answer of /v1/grade cannot be read: {err}"
             raise EvaluationFailed(text) from err
-        if len(outcomes) != len(completions):
-            found = f"{len(outcomes)} outcomes for {len(completions)} responses"
+        if len(outcomes) != len(texts):
+            found = f"{len(outcomes)} outcomes for {len(texts)} responses"
             raise EvaluationFailed(f"row {problem.row}: {found}")
         return outcomes
 
@@ -197,6 +198,15 @@ def named_server(redis: Redis, plan: Plan, name: str) -> Address:
         return None
 
     return _remembered(address)
+
+
+def fixed_server(url: str) -> Address:
+    """A server that was started for one evaluation."""
+
+    async def address() -> str | None:
+        return url
+
+    return address
 
 
 def reward_servers(redis: Redis) -> Address:

@@ -1,6 +1,6 @@
 """Evaluations that the job in progress asks for.
 
-evals stream ──> plan ──> run, pinned ──> eval_finished | eval_failed (events) ──> ack
+evals stream ──> plans ──> run, pinned ──> eval_finished | eval_failed (events) ──> ack
                    └── a stop or a crash: the message comes again, finished problems are kept
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 from redis.asyncio import Redis
 
-from services.evaluator.plan import EvaluationFailed, Plan, plan_of_job
+from services.evaluator.plan import EvaluationFailed, Plan, plans_of_job
 from services.evaluator.runner import Runner
 from services.evaluator.servers import held_server, reward_servers
 from shared import topology
@@ -87,30 +87,47 @@ class EvalWorker:
             self.busy = False
 
     async def _answer(self, request: EvalRequested, stop: asyncio.Event) -> None:
-        """Publish the result or why there is none; the message is acked after that."""
+        """Publish each suite's result or why there is none; the message is acked after that.
+
+        `eval_finished` and `eval_failed` are of the job's first suite, and come last.
+        """
         try:
-            plan = await self._plan(request)
+            *others, first = await self._plans(request)
+        except (EvaluationFailed, DataError, OSError) as err:
+            await self._fail(request, "eval_failed", str(err))
+            return
+        for plan in others:
+            await self._evaluate(request, plan, stop, as_="suite")
+        await self._evaluate(request, first, stop, as_="eval")
+
+    async def _evaluate(
+        self, request: EvalRequested, plan: Plan, stop: asyncio.Event, *, as_: str
+    ) -> None:
+        try:
             fields = await self._runner.run(
                 plan,
                 sampler=held_server(self._redis, plan),
                 graders=reward_servers(self._redis),
                 stop=stop,
             )
-        except (EvaluationFailed, DeadlineExceeded, DataError, OSError) as err:
-            log.warning("evaluation_failed", eval_id=request.eval_id, error=str(err))
-            await self._publish(request, "eval_failed", _failure(request, str(err)))
-            self._ended.labels("failed").inc()
+        except (EvaluationFailed, DeadlineExceeded, OSError) as err:
+            await self._fail(request, f"{as_}_failed", str(err), suite=plan.suite)
             return
-        await self._publish(request, "eval_finished", fields)
+        await self._publish(request, f"{as_}_finished", fields)
         self._ended.labels("finished").inc()
 
-    async def _plan(self, request: EvalRequested) -> Plan:
+    async def _fail(self, request: EvalRequested, name: str, error: str, **more: str) -> None:
+        log.warning("evaluation_failed", eval_id=request.eval_id, error=error, **more)
+        await self._publish(request, name, _failure(request, error) | more)
+        self._ended.labels("failed").inc()
+
+    async def _plans(self, request: EvalRequested) -> list[Plan]:
         if now_s() > request.deadline_s:
             raise EvaluationFailed(f"its deadline passed {now_s() - request.deadline_s:.0f} s ago")
         announced, job = self._current.announced, self._current.job
         if announced is None or job is None or announced.job_id != request.job_id:
             raise Retryable(f"{request.eval_id}: job {request.job_id} is not the current one")
-        return await asyncio.to_thread(plan_of_job, request, job)
+        return await asyncio.to_thread(plans_of_job, request, job)
 
     async def _publish(self, request: EvalRequested, name: str, fields: dict[str, Any]) -> None:
         event = Event(

@@ -16,6 +16,7 @@ from services.reward.graders.grader import HEAVY
 from services.reward.pool.pool import GradingPool
 from services.reward.pool.requests import Check
 from shared import topology
+from shared.chat import graded_text
 from shared.current_job import CurrentJob
 from shared.errors import Rejected
 from shared.messages import Event, Outcome, RolloutGroup, Score, ScoredGroup
@@ -107,7 +108,12 @@ class GradeWorker:
         begin_s = time.monotonic()
         outcomes = await self._pool.grade(
             [
-                Check(prompt.grader, rollout.text, prompt.gold, timeout_s)
+                Check(
+                    prompt.grader,
+                    graded_text(prompt.prompt_text, rollout.text),
+                    prompt.gold,
+                    timeout_s,
+                )
                 for rollout in group.rollouts
             ]
         )

@@ -5,10 +5,12 @@ Nothing is remembered, so a group that got lost anywhere can be asked again unde
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
 
+from shared.chat import EncodedPrompt, encode_prompt
 from shared.data import Row, draw_order, load_rows
 from shared.errors import TandemError
 from shared.job import Job, expand_path
@@ -37,7 +39,7 @@ class PromptSource:
     job_id: str
     job: Job
     rows: Sequence[Row]
-    encode: Callable[[str], list[int]]
+    encode: Callable[[str], EncodedPrompt]
     stop_token_ids: list[int]
     vocab_size: int
 
@@ -49,7 +51,12 @@ class PromptSource:
             job_id,
             job,
             load_rows(job.data),
-            tokenizer.encode,
+            partial(
+                encode_prompt,
+                prompt_format=job.data.prompt_format,
+                tokenizer=tokenizer,
+                system=job.data.system,
+            ),
             list(tokenizer.stop_token_ids),
             tokenizer.vocab_size,
         )
@@ -64,7 +71,8 @@ class PromptSource:
 
     def group(self, draw: int, *, min_policy_version: int) -> PromptGroup | TooLong:
         row = self.row_of(draw)
-        token_ids = self.encode(row.prompt)
+        prompt = self.encode(row.prompt)
+        token_ids = prompt.token_ids
         if len(token_ids) > self.max_prompt_tokens:
             return TooLong(row.index, row.source, len(token_ids), self.max_prompt_tokens)
         sampling = self.job.sampling
@@ -73,7 +81,7 @@ class PromptSource:
             group_id=group_id(self.job_id, draw),
             draw=draw,
             prompt_token_ids=np.asarray(token_ids, np.int32),
-            prompt_text=row.prompt,
+            prompt_text=prompt.text,
             gold=row.gold,
             grader=self.job.reward.grader,
             num_samples=sampling.samples_per_prompt,
@@ -98,7 +106,7 @@ class PromptSource:
         for row in self.rows:
             if len(found) == number:
                 break
-            if len(token_ids := self.encode(row.prompt)[:max_tokens]) >= 2:
+            if len(token_ids := self.encode(row.prompt).token_ids[:max_tokens]) >= 2:
                 found.append(token_ids)
         return found
 

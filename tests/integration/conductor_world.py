@@ -26,6 +26,7 @@ from services.trainer.config import ConductorConfig
 from services.trainer.prompts import PromptSource
 from services.trainer.ranks import RanksLost
 from shared import topology
+from shared.chat import EncodedPrompt
 from shared.data import Row
 from shared.errors import Rejected, Retryable
 from shared.http import HttpClient
@@ -87,7 +88,7 @@ def make_source(job: Job, *, rows: Sequence[str] | None = None, job_id: str = JO
         job_id,
         job,
         [Row(i, text, text, str(i), f"rows, line {i + 1}") for i, text in enumerate(texts)],
-        lambda text: list(text.encode()),
+        lambda text: EncodedPrompt(text, list(text.encode())),
         [0],
         256,
     )

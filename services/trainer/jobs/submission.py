@@ -81,7 +81,12 @@ def check_files(job: Job, roots: Sequence[Path]) -> Job:
     data = places.data("data", job.data)
     section = job.eval
     if section is not None:
-        section = section.model_copy(update={"data": places.data("eval.data", section.data)})
+        also = [
+            one.model_copy(update={"data": places.data(f"eval.also.{place}.data", one.data)})
+            for place, one in enumerate(section.also)
+        ]
+        own = places.data("eval.data", section.data)
+        section = section.model_copy(update={"data": own, "also": also})
     if places.problems:
         raise Refused(places.problems)
     return job.model_copy(update={"model": model, "data": data, "eval": section})
@@ -194,7 +199,9 @@ def _fields_at(path: Sequence[int | str]) -> list[str]:
     """Keys of the section at `path` of the job document."""
     section: type[BaseModel] = Job
     for part in path:
-        annotation = section.model_fields[str(part)].annotation
+        if isinstance(part, int):
+            continue  # an entry of a list of sections
+        annotation = section.model_fields[part].annotation
         candidates = (annotation, *get_args(annotation))
         section = next(
             one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)

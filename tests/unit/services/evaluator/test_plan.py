@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.evaluator.plan import EvaluationFailed, Plan, plan_of_job
+from services.evaluator.plan import EvaluationFailed, Plan, plans_of_job
 from shared.job import Job
 from shared.messages import EvalRequested
 
@@ -46,7 +46,8 @@ def make_request(policy_version: int = 3) -> EvalRequested:
 
 
 def make_plan(tmp_path: Path, problems: list[str], policy_version: int = 3) -> Plan:
-    return plan_of_job(make_request(policy_version), make_job(tmp_path, problems))
+    (plan,) = plans_of_job(make_request(policy_version), make_job(tmp_path, problems))
+    return plan
 
 
 def test_long_prompts_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -78,10 +79,39 @@ def test_seeds_differ_by_problem_and_version_and_stay_the_same(tmp_path: Path) -
 
 def test_max_problems_takes_the_first(tmp_path: Path) -> None:
     job = make_job(tmp_path, ["1+1=", "2+2=", "3+3="], max_problems=2)
-    assert [problem.row for problem in plan_of_job(make_request(), job).problems] == [0, 1]
+    (plan,) = plans_of_job(make_request(), job)
+    assert [problem.row for problem in plan.problems] == [0, 1]
 
 
 def test_job_without_a_suite_is_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path, ["1+1="]).model_copy(update={"eval": None})
     with pytest.raises(EvaluationFailed, match="no eval section"):
-        plan_of_job(make_request(), job)
+        plans_of_job(make_request(), job)
+
+
+def test_further_suites_have_plans_of_their_own_and_the_first_comes_last(tmp_path: Path) -> None:
+    other = {
+        "suite": "AIME 2025",
+        "data": {"path": str(tmp_path / "suite.jsonl"), "prompt_template": "Q {problem}"},
+        "max_response_tokens": 8,
+        "samples_per_problem": 2,
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "budgets": [4, 2, 8],
+        "grader": "math",
+    }
+    job = make_job(tmp_path, ["1+1="], also=[other])
+    second, first = plans_of_job(make_request(), job)
+    assert (first.eval_id, first.stem, first.suite) == ("demo-1f3a.e00000003", "v00000003", "tiny")
+    assert second.eval_id == "demo-1f3a.e00000003.AIME-2025"
+    assert second.stem == "v00000003.AIME-2025"
+    assert (second.samples_per_problem, second.grader, second.budgets) == (2, "math", [2, 4])
+    assert (second.sampling.temperature, second.sampling.top_p) == (0.6, 0.95)
+    assert second.problems[0].prompt == "Q 1+1="
+
+
+def test_a_chat_format_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
+    data = {"path": str(tmp_path / "suite.jsonl"), "prompt_format": "thinking"}
+    job = make_job(tmp_path, ["1+1="], data=data)
+    with pytest.raises(EvaluationFailed, match="has no token '<｜User｜>'"):
+        plans_of_job(make_request(), job)

@@ -9,7 +9,9 @@ from services.evaluator.plan import Plan, Problem
 from services.evaluator.results import reported_ks, summarise
 from services.evaluator.samples import GradedSample, ProblemResult, SampleFile, read_samples
 from shared.messages import GraderError, Outcome, SamplingParams, Score, Timeout, Unparseable
+from shared.tokenizer import CheckpointTokenizer
 
+TOKENIZER = CheckpointTokenizer.load(Path("assets/tiny-dsv4"))
 RIGHT, WRONG = Score(value=1.0, extracted="4"), Score(value=0.0, extracted="5")
 
 
@@ -30,6 +32,8 @@ def make_plan(num_problems: int = 3, samples: int = 2) -> Plan:
         seed=0,
         deadline_s=1e10,
         max_running_requests=8,
+        budgets=[],
+        tokenizer=TOKENIZER,
     )
 
 
@@ -118,3 +122,24 @@ def test_reported_ks_are_powers_of_two_and_all_samples() -> None:
     assert reported_ks(8) == [1, 2, 4, 8]
     assert reported_ks(6) == [1, 2, 4, 6]
     assert reported_ks(1) == [1]
+
+
+def test_budgets_tell_what_less_room_would_have_given() -> None:
+    """Two right answers, one of them longer than the smaller budget and wrong where it is cut."""
+    short = GradedSample(text="", token_ids=[7] * 3, finish_reason="stop", outcome=RIGHT)
+    long = GradedSample(
+        text="",
+        token_ids=[7] * 6,
+        finish_reason="stop",
+        outcome=RIGHT,
+        cut={4: Unparseable(reason="cut")},
+    )
+    results = [
+        make_result(row, []).model_copy(update={"samples": [short, long]}) for row in range(3)
+    ]
+    summary = summarise(replace(make_plan(), budgets=[4]), results, seconds=1.0)
+    small, full = summary["budgets"]
+    assert (small["budget"], full["budget"]) == (4, 8)
+    assert (small["pass_at_1"], full["pass_at_1"]) == (0.5, 1.0)
+    assert (small["truncated_share"], full["truncated_share"]) == (0.5, 0.0)
+    assert (small["pass_at_1_untruncated"], small["num_untruncated"]) == (1.0, 3)

@@ -5,6 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.trainer.prompts import PromptSource, TooLong, draw_seed
+from shared.chat import EncodedPrompt
 from shared.data import Row
 from shared.job import Job
 from shared.messages import PromptGroup
@@ -28,7 +29,12 @@ def make_job(**sections: object) -> Job:
 def source(texts: list[str], **sections: object) -> PromptSource:
     rows = [Row(i, text, text, "1", f"f, line {i + 1}") for i, text in enumerate(texts)]
     return PromptSource(
-        "j-0000", make_job(**sections), rows, lambda text: list(text.encode()), [0], 256
+        "j-0000",
+        make_job(**sections),
+        rows,
+        lambda text: EncodedPrompt(text, list(text.encode())),
+        [0],
+        256,
     )
 
 

@@ -1,0 +1,143 @@
+"""Two evaluations of one suite, problem by problem: what changed, how surely, and in which way.
+
+Only problems that both have are compared, matched by prompt and gold. A change is called one when
+the sign-flip test says so at `LEVEL`; the intervals beside it are the usual 95 %.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from services.evaluator.samples import Header, ProblemResult
+from services.evaluator.statistics import Array, Interval, paired_change, pass_at_k, sign_flip_p
+
+LEVEL = 0.025
+"""Half of the usual 5 %: a series of 200 comparisons of one version with itself then stays at or
+below 5 % false alarms in 98 of 100 series, where a level of 5 % would exceed it in 4 of 10."""
+COVERAGE_K = 8
+
+Verdict = Literal["coverage", "sharpening", "undecided"]
+
+
+class NotComparable(ValueError):
+    """The two evaluations have no problem in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """pass@k before and after, and the paired difference over problems."""
+
+    k: int
+    before: float
+    after: float
+    difference: Interval
+    p_value: float
+
+    @property
+    def is_significant(self) -> bool:
+        return self.p_value <= LEVEL
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One problem in both evaluations."""
+
+    before: ProblemResult
+    after: ProblemResult
+
+    @property
+    def is_gained(self) -> bool:
+        """Solved at least once now, never before."""
+        return self.before.num_correct == 0 < self.after.num_correct
+
+    @property
+    def is_lost(self) -> bool:
+        return self.after.num_correct == 0 < self.before.num_correct
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    pairs: list[Pair]
+    num_only_before: int
+    num_only_after: int
+    changes: dict[int, Change]
+    verdict: Verdict
+
+    @property
+    def gained(self) -> list[Pair]:
+        return [pair for pair in self.pairs if pair.is_gained]
+
+    @property
+    def lost(self) -> list[Pair]:
+        return [pair for pair in self.pairs if pair.is_lost]
+
+
+def compare(
+    before: tuple[Header, Sequence[ProblemResult]], after: tuple[Header, Sequence[ProblemResult]]
+) -> Comparison:
+    """Pair two evaluations; `NotComparable` names what is wrong with them."""
+    earlier = {(one.prompt, one.gold): one for one in before[1]}
+    later = {(one.prompt, one.gold): one for one in after[1]}
+    pairs = [Pair(one, later[key]) for key, one in earlier.items() if key in later]
+    if not pairs:
+        raise NotComparable(
+            f"{before[0].eval_id} ({before[0].suite}) and {after[0].eval_id} ({after[0].suite}) "
+            "have no problem in common"
+        )
+    most = min(before[0].samples_per_problem, after[0].samples_per_problem)
+    changes = {k: _change(pairs, k) for k in _common_ks(most)}
+    return Comparison(
+        pairs=pairs,
+        num_only_before=len(earlier) - len(pairs),
+        num_only_after=len(later) - len(pairs),
+        changes=changes,
+        verdict=_verdict(pairs, changes),
+    )
+
+
+def shares(results: Sequence[ProblemResult], k: int) -> Array:
+    """[P]: pass@k of each problem, from all samples that it has."""
+    return np.array([pass_at_k(len(r.samples), r.num_correct, k) for r in results], np.float64)
+
+
+def _common_ks(most: int) -> list[int]:
+    return [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= most]
+
+
+def _change(pairs: Sequence[Pair], k: int) -> Change:
+    before_P = shares([pair.before for pair in pairs], k)
+    after_P = shares([pair.after for pair in pairs], k)
+    return Change(
+        k=k,
+        before=float(before_P.mean()),
+        after=float(after_P.mean()),
+        difference=paired_change(before_P, after_P),
+        p_value=sign_flip_p(after_P - before_P),
+    )
+
+
+def _verdict(pairs: Sequence[Pair], changes: dict[int, Change]) -> Verdict:
+    """Which problems can be solved at all, or how reliably those that could be are solved?
+
+    coverage: pass@8 rises. sharpening: pass@1 rises and rises more than pass@8, which does not.
+    The distinction is that of Yue et al., "Does Reinforcement Learning Really Incentivize Reasoning
+    Capacity in LLMs Beyond the Base Model?" (2025, arXiv 2504.13837).
+    """
+    wide = changes.get(COVERAGE_K)
+    if wide is None:
+        return "undecided"
+    if wide.is_significant and wide.difference.mean > 0:
+        return "coverage"
+    narrow = changes[1]
+    if not narrow.is_significant or narrow.difference.mean <= 0:
+        return "undecided"
+    contrast_P = _rise(pairs, 1) - _rise(pairs, COVERAGE_K)
+    rises_more = contrast_P.mean() > 0 and sign_flip_p(contrast_P) <= LEVEL
+    return "sharpening" if rises_more else "undecided"
+
+
+def _rise(pairs: Sequence[Pair], k: int) -> Array:
+    """[P]: how much pass@k of each problem rose."""
+    return shares([p.after for p in pairs], k) - shares([p.before for p in pairs], k)
