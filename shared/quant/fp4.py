@@ -1,14 +1,21 @@
 """FP4 weights: E2M1 codes, two a byte, one E8M0 scale per 32 values along K.
 
 The low nibble holds the even K index. A swap permutes values inside a scale group, so no statistic
-shows it: only outputs do.
+shows it: only outputs do. Tensors on a GPU go through fused kernels that give the same bytes.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shared.quant.fp8 import BLOCK, E8M0_BIAS, MIN_EXPONENT, power_of_two, scale_values
+from shared.quant.fp8 import (
+    BLOCK,
+    E8M0_BIAS,
+    MIN_EXPONENT,
+    check_scale_dtype,
+    power_of_two,
+    scale_values,
+)
 
 GROUP = 32
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # code = sign · 8 + index
@@ -18,29 +25,52 @@ _HEADROOM = 6  # FP8 codes reach 6 · 2^6 = 384 < 448
 
 
 def quantise_fp4(weight_NK: Tensor, *, name: str = "tensor") -> tuple[Tensor, Tensor]:
-    """Packed codes (int8, [N, K/2]) and scales (E8M0, [N, K/32]).
+    """Packed codes (int8, [..., N, K/2]) and scales (E8M0, [..., N, K/32]).
 
-    K must be a multiple of 32. A NaN or an infinity is a ValueError that names the tensor.
+    K must be a multiple of 32; leading dims stack matrices, which a GPU takes in one launch. A NaN
+    or an infinity is a ValueError that names the tensor.
     """
-    rows, columns = weight_NK.shape
-    if columns % GROUP:
+    if weight_NK.shape[-1] % GROUP:
+        columns = weight_NK.shape[-1]
         raise ValueError(f"{name}: expected K to be a multiple of {GROUP}, found {columns}")
-    groups = weight_NK.float().reshape(rows, columns // GROUP, GROUP)
-    peak = torch.maximum(groups.amax(-1), -groups.amin(-1))
-    if not peak.isfinite().all():
-        row, group = (~peak.isfinite()).nonzero()[0].tolist()
-        raise ValueError(f"{name}: NaN or infinity in row {row}, group {group}")
-    exponent = e2m1_exponent(peak)
-    codes = e2m1_codes(groups * power_of_two(-exponent)[..., None]).view(rows, columns)
-    return pack_nibbles(codes), power_of_two(exponent).to(torch.float8_e8m0fnu)
+    if weight_NK.is_cuda:
+        from shared.quant.kernels import fp4 as kernels
+
+        fused = kernels.quantise(weight_NK)
+        if fused is not None:
+            return fused
+    return plain_quantise_fp4(weight_NK, name=name)
 
 
 def dequantise_fp4(packed: Tensor, scale: Tensor, *, name: str = "tensor") -> Tensor:
-    """FP32 values [N, K] of packed codes [N, K/2] (int8 or uint8) and scales [N, K/32]."""
-    rows, half = packed.shape
-    _check_scale_shape(packed, scale, name)
-    values = e2m1_values(packed).view(rows, -1, GROUP)
-    return (values * scale_values(scale, name=name)[..., None]).view(rows, 2 * half)
+    """FP32 values [..., N, K] of packed codes [..., N, K/2] (int8 or uint8) and their scales."""
+    _check_scale(packed, scale, name)
+    if packed.is_cuda:
+        from shared.quant.kernels import fp4 as kernels
+
+        fused = kernels.dequantise(packed, scale)
+        if fused is not None:
+            return fused
+    return plain_dequantise_fp4(packed, scale, name=name)
+
+
+def plain_quantise_fp4(weight_NK: Tensor, *, name: str = "tensor") -> tuple[Tensor, Tensor]:
+    """`quantise_fp4` in torch's own operations, on any device."""
+    groups = weight_NK.float().unflatten(-1, (weight_NK.shape[-1] // GROUP, GROUP))
+    peak = torch.maximum(groups.amax(-1), -groups.amin(-1))
+    if not peak.isfinite().all():
+        *rows, group = (~peak.isfinite()).nonzero()[0].tolist()
+        row = rows[0] if len(rows) == 1 else tuple(rows)
+        raise ValueError(f"{name}: NaN or infinity in row {row}, group {group}")
+    exponent = e2m1_exponent(peak)
+    codes = e2m1_codes(groups * power_of_two(-exponent)[..., None]).view(weight_NK.shape)
+    return plain_pack_nibbles(codes), power_of_two(exponent).to(torch.float8_e8m0fnu)
+
+
+def plain_dequantise_fp4(packed: Tensor, scale: Tensor, *, name: str = "tensor") -> Tensor:
+    """`dequantise_fp4` in torch's own operations, on any device."""
+    values = e2m1_values(packed).unflatten(-1, (scale.shape[-1], GROUP))
+    return (values * scale_values(scale, name=name)[..., None]).flatten(-2)
 
 
 def fp4_to_fp8(packed: Tensor, scale: Tensor, *, name: str = "tensor") -> tuple[Tensor, Tensor]:
@@ -49,7 +79,7 @@ def fp4_to_fp8(packed: Tensor, scale: Tensor, *, name: str = "tensor") -> tuple[
     The block's scale is its largest group scale / 64, so that a code becomes code · (scale / S).
     """
     rows, columns = packed.shape[0], 2 * packed.shape[1]
-    _check_scale_shape(packed, scale, name)
+    _check_scale(packed, scale, name)
     values = e2m1_values(packed).view(rows, -1, GROUP)
     exponent = scale.view(torch.uint8).int() - E8M0_BIAS
     scale_values(scale, name=name)
@@ -99,20 +129,42 @@ def e2m1_values(packed: Tensor) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """int8 [..., K/2] from uint8 codes [..., K]."""
-    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).view(torch.int8)
+    """int8 [..., K/2] from uint8 codes [..., K]; ValueError if K is odd."""
+    if codes.shape[-1] % 2:
+        raise ValueError(f"expected an even number of codes in a row, found {codes.shape[-1]}")
+    if codes.is_cuda:
+        from shared.quant.kernels import fp4 as kernels
+
+        return kernels.pack(codes)
+    return plain_pack_nibbles(codes)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """uint8 codes [..., K] from bytes [..., K/2]."""
+    if packed.is_cuda:
+        from shared.quant.kernels import fp4 as kernels
+
+        return kernels.unpack(packed)
+    return plain_unpack_nibbles(packed)
+
+
+def plain_pack_nibbles(codes: Tensor) -> Tensor:
+    """`pack_nibbles` in torch's own operations, on any device."""
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).view(torch.int8)
+
+
+def plain_unpack_nibbles(packed: Tensor) -> Tensor:
+    """`unpack_nibbles` in torch's own operations, on any device."""
     raw = packed.view(torch.uint8)
     return torch.stack((raw & 0xF, raw >> 4), dim=-1).flatten(-2)
 
 
-def _check_scale_shape(packed: Tensor, scale: Tensor, name: str) -> None:
-    expected = (packed.shape[0], 2 * packed.shape[1] // GROUP)
-    if 2 * packed.shape[1] % GROUP or tuple(scale.shape) != expected:
+def _check_scale(packed: Tensor, scale: Tensor, name: str) -> None:
+    *lead, half = packed.shape
+    expected = (*lead, 2 * half // GROUP)
+    if 2 * half % GROUP or tuple(scale.shape) != expected:
         raise ValueError(f"{name}: expected scales of shape {expected}, found {tuple(scale.shape)}")
+    check_scale_dtype(scale, name)
 
 
 def _block_max(exponent: Tensor) -> Tensor:

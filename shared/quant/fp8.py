@@ -2,6 +2,7 @@
 
 The scale is rounded up before anything is quantised with it, so no code saturates and the stored
 scale is the one that was used; rounding it afterwards costs an order of magnitude in error.
+Tensors on a GPU go through a fused kernel that gives the same bytes.
 """
 
 import math
@@ -21,23 +22,46 @@ _E4M3_NAN = 0x7F  # sign cleared; the format has no infinity
 def quantise_fp8(
     weight_NK: Tensor, *, name: str = "tensor", scale_dtype: torch.dtype = torch.float8_e8m0fnu
 ) -> tuple[Tensor, Tensor]:
-    """Codes (E4M3, [N, K]) and scales ([ceil(N/128), ceil(K/128)], E8M0 or FP32).
+    """Codes (E4M3, [..., N, K]) and scales ([..., ceil(N/128), ceil(K/128)], E8M0 or FP32).
 
-    Edge blocks may be partial. A NaN or an infinity is a ValueError that names the tensor.
+    Edge blocks may be partial; leading dims stack matrices, which a GPU takes in one launch. A NaN
+    or an infinity is a ValueError that names the tensor.
     """
-    blocks = _as_blocks(weight_NK.float())
-    exponent = e4m3_exponent(_absolute_max(blocks, name))
-    codes = (blocks * power_of_two(-exponent)[:, None, :, None]).to(torch.float8_e4m3fn)
-    return _from_blocks(codes, weight_NK.shape), power_of_two(exponent).to(scale_dtype)
+    if weight_NK.is_cuda:
+        from shared.quant.kernels import fp8 as kernels
+
+        fused = kernels.quantise(weight_NK, scale_dtype=scale_dtype)
+        if fused is not None:
+            return fused
+    return plain_quantise_fp8(weight_NK, name=name, scale_dtype=scale_dtype)
 
 
 def dequantise_fp8(codes_NK: Tensor, scale: Tensor, *, name: str = "tensor") -> Tensor:
     """FP32 values of E4M3 codes; `scale` is E8M0 (an exponent, not a number) or FP32."""
-    expected = tuple(math.ceil(size / BLOCK) for size in codes_NK.shape)
-    if tuple(scale.shape) != expected:
-        raise ValueError(f"{name}: expected scales of shape {expected}, found {tuple(scale.shape)}")
+    _check_scale(codes_NK, scale, name)
+    if codes_NK.is_cuda:
+        from shared.quant.kernels import fp8 as kernels
+
+        fused = kernels.dequantise(codes_NK, scale)
+        if fused is not None:
+            return fused
+    return plain_dequantise_fp8(codes_NK, scale, name=name)
+
+
+def plain_quantise_fp8(
+    weight_NK: Tensor, *, name: str = "tensor", scale_dtype: torch.dtype = torch.float8_e8m0fnu
+) -> tuple[Tensor, Tensor]:
+    """`quantise_fp8` in torch's own operations, on any device."""
+    blocks = _as_blocks(weight_NK.float())
+    exponent = e4m3_exponent(_absolute_max(blocks, name))
+    codes = (blocks * power_of_two(-exponent)[..., None, :, None]).to(torch.float8_e4m3fn)
+    return _from_blocks(codes, weight_NK.shape), power_of_two(exponent).to(scale_dtype)
+
+
+def plain_dequantise_fp8(codes_NK: Tensor, scale: Tensor, *, name: str = "tensor") -> Tensor:
+    """`dequantise_fp8` in torch's own operations, on any device."""
     _refuse_bad_codes(codes_NK, name)
-    values = _as_blocks(codes_NK.float()) * scale_values(scale, name=name)[:, None, :, None]
+    values = _as_blocks(codes_NK.float()) * scale_values(scale, name=name)[..., None, :, None]
     return _from_blocks(values, codes_NK.shape)
 
 
@@ -55,19 +79,31 @@ def power_of_two(exponent: Tensor, *, dtype: torch.dtype = torch.float32) -> Ten
 
 def scale_values(scale: Tensor, *, name: str = "tensor") -> Tensor:
     """Scales as FP32 numbers; E8M0 byte 255 and other non-finite scales are refused."""
-    if scale.dtype not in (torch.float8_e8m0fnu, torch.float32):
-        raise ValueError(f"{name}: expected scales in E8M0 or FP32, found {scale.dtype}")
+    check_scale_dtype(scale, name)
     values = scale.float()
     if not values.isfinite().all():
         raise ValueError(f"{name}: expected finite scales, found NaN or infinity")
     return values
 
 
+def check_scale_dtype(scale: Tensor, name: str) -> None:
+    if scale.dtype not in (torch.float8_e8m0fnu, torch.float32):
+        raise ValueError(f"{name}: expected scales in E8M0 or FP32, found {scale.dtype}")
+
+
+def _check_scale(codes: Tensor, scale: Tensor, name: str) -> None:
+    *lead, rows, columns = codes.shape
+    expected = (*lead, math.ceil(rows / BLOCK), math.ceil(columns / BLOCK))
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"{name}: expected scales of shape {expected}, found {tuple(scale.shape)}")
+    check_scale_dtype(scale, name)
+
+
 def _absolute_max(blocks: Tensor, name: str) -> Tensor:
-    peak = torch.maximum(blocks.amax(3), -blocks.amin(3)).amax(1)
+    peak = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).amax(-2)
     if not peak.isfinite().all():
-        row, column = (~peak.isfinite()).nonzero()[0].tolist()
-        raise ValueError(f"{name}: NaN or infinity in block ({row}, {column}), cannot be quantised")
+        place = tuple((~peak.isfinite()).nonzero()[0].tolist())
+        raise ValueError(f"{name}: NaN or infinity in block {place}, cannot be quantised")
     return peak
 
 
@@ -77,15 +113,16 @@ def _refuse_bad_codes(codes: Tensor, name: str) -> None:
 
 
 def _as_blocks(matrix_NK: Tensor) -> Tensor:
-    """[N/128, 128, K/128, 128]; zeros fill the edge blocks."""
-    rows, columns = matrix_NK.shape
+    """[..., N/128, 128, K/128, 128]; zeros fill the edge blocks."""
+    *lead, rows, columns = matrix_NK.shape
     padding = (-columns % BLOCK, -rows % BLOCK)
     if any(padding):
         matrix_NK = functional.pad(matrix_NK, (0, padding[0], 0, padding[1]))
-    padded_rows, padded_columns = matrix_NK.shape
-    return matrix_NK.reshape(padded_rows // BLOCK, BLOCK, padded_columns // BLOCK, BLOCK)
+    down, across = (rows + padding[1]) // BLOCK, (columns + padding[0]) // BLOCK
+    return matrix_NK.reshape(*lead, down, BLOCK, across, BLOCK)
 
 
 def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
-    rows, columns = blocks.shape[0] * BLOCK, blocks.shape[2] * BLOCK
-    return blocks.reshape(rows, columns)[: shape[0], : shape[1]].contiguous()
+    *lead, down, _, across, _ = blocks.shape
+    matrix = blocks.reshape(*lead, down * BLOCK, across * BLOCK)
+    return matrix[..., : shape[-2], : shape[-1]].contiguous()

@@ -12,7 +12,7 @@ near neighbour in their format (codes of E4M3, numbers of BF16 and FP32).
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +40,16 @@ _STEP_BITS: dict[Values, int] = {"steps4": 4, "steps8": 8, "steps16": 16}
 
 
 @dataclass(frozen=True, slots=True)
+class Changes:
+    """Of one run: where its elements differ (ascending, from the run's start) and what is there."""
+
+    num_items: int
+    at: Array
+    old: Array
+    new: Array
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaHeader:
     item_bytes: int
     num_items: int
@@ -56,16 +66,24 @@ def encode_delta(
     old_N, new_N = _elements(base, item_bytes), _elements(new, item_bytes)
     if len(old_N) != len(new_N):
         raise ValueError(f"expected {len(old_N)} elements as in the base, found {len(new_N)}")
-    limit = max_share * new_N.nbytes
+    changes = (_changes(old_N[run], new_N[run]) for run in runs(len(new_N)))
+    return encode_changes(changes, item_bytes=item_bytes, num_items=len(new_N), max_share=max_share)
+
+
+def encode_changes(
+    changes: Iterable[Changes], *, item_bytes: int, num_items: int, max_share: float
+) -> bytes | None:
+    """`encode_delta` for whoever knows what has changed, in each of `runs(num_items)`."""
+    limit = max_share * num_items * item_bytes
     parts, size, num_changed = [b""], _HEADER.size, 0
-    for run in _runs(len(new_N)):
-        changed, run_parts = _encode_run(old_N[run], new_N[run])
+    for run in changes:
+        run_parts = _encode_run(run)
         parts += run_parts
-        num_changed += changed
+        num_changed += len(run.at)
         size += sum(map(len, run_parts))
         if size > limit:
             return None
-    parts[0] = _HEADER.pack(_FORMAT, item_bytes, len(new_N), num_changed)
+    parts[0] = _HEADER.pack(_FORMAT, item_bytes, num_items, num_changed)
     return b"".join(parts) if size <= limit else None
 
 
@@ -84,7 +102,7 @@ def apply_delta(base: Buffer, delta: Buffer, *, out: Array | None = None) -> NDA
     same = result_N.ctypes.data == old_N.ctypes.data
     reader = _Reader(np.frombuffer(delta, np.uint8)[_HEADER.size :])
     num_changed = 0
-    for run in _runs(len(old_N)):
+    for run in runs(len(old_N)):
         if not same:
             np.copyto(result_N[run], old_N[run])
         num_changed += _apply_run(result_N[run], reader)
@@ -114,34 +132,40 @@ def _elements(raw: Buffer, item_bytes: int) -> Array:
     return flat.view(_ELEMENTS[item_bytes])
 
 
-def _runs(num_items: int) -> Iterator[slice]:
+def runs(num_items: int) -> Iterator[slice]:
+    """The runs that a tensor of `num_items` elements is cut into."""
     for begin in range(0, num_items, _RUN_ITEMS):
         yield slice(begin, min(begin + _RUN_ITEMS, num_items))
 
 
-def _encode_run(old: Array, new: Array) -> tuple[int, list[bytes]]:
-    """(changed elements, header and bodies)."""
-    differs = old != new
-    at = np.flatnonzero(differs)
-    positions, position_bytes = _encode_positions(at, differs)
-    values, step_bytes, whole = _encode_values(old[at], new[at])
+def _changes(old: Array, new: Array) -> Changes:
+    at = np.flatnonzero(old != new)
+    return Changes(len(new), at, old[at], new[at])
+
+
+def _encode_run(run: Changes) -> list[bytes]:
+    """Header and bodies."""
+    positions, position_bytes = _encode_positions(run.at, run.num_items)
+    values, step_bytes, whole = _encode_values(run.old, run.new)
     forms = _POSITIONS.index(positions), _VALUES.index(values)
-    header = _RUN.pack(*forms, len(at), len(position_bytes), len(whole))
-    return len(at), [header, position_bytes, step_bytes, whole.tobytes()]
+    header = _RUN.pack(*forms, len(run.at), len(position_bytes), len(whole))
+    return [header, position_bytes, step_bytes, whole.tobytes()]
 
 
-def _encode_positions(at: NDArray[np.int64], differs: Array) -> tuple[Positions, bytes]:
+def _encode_positions(at: Array, num_items: int) -> tuple[Positions, bytes]:
     gaps = np.empty(len(at), np.int32)
     if len(at):
         gaps[0] = at[0]
         np.subtract(at[1:], at[:-1] + 1, out=gaps[1:], casting="unsafe")
-    costs: dict[Positions, int] = {"bitmap": (len(differs) + 7) // 8}
+    costs: dict[Positions, int] = {"bitmap": (num_items + 7) // 8}
     for name, dtype in _GAPS.items():
         full = np.iinfo(dtype).max
         skips = int((gaps[gaps >= full] // full).sum())
         costs[name] = dtype.itemsize * (len(gaps) + skips)
     best = min(_POSITIONS, key=lambda name: costs[name])
     if best == "bitmap":
+        differs = np.zeros(num_items, np.bool_)
+        differs[at] = True
         return best, np.packbits(differs).tobytes()
     return best, _encode_gaps(gaps, _GAPS[best]).tobytes()
 
