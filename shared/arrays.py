@@ -35,4 +35,3 @@ def _field(dtype: str) -> Any:
 
 Int32 = _field("<i4")
 Float32 = _field("<f4")
-Uint8 = _field("u1")

@@ -96,6 +96,17 @@ class OptimizerSection(Section):
     offload: OffloadSection = OffloadSection()
 
 
+class ReplaySection(Section):
+    routing: bool = False
+    """Send every token to the experts that the sampler chose; their weights are the actor's own."""
+    indexer: bool = False
+    """Attend to the compressed entries that the sampler's indexer selected."""
+
+    @property
+    def on(self) -> bool:
+        return self.routing or self.indexer
+
+
 class ActorSection(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_tokens_per_gpu: int = Field(8192, gt=0)
@@ -109,6 +120,8 @@ class ActorSection(Section):
     """What the actor rounds as its sampler does, to train and score the policy that is sampled.
     `weights`: passes run on the published values, gradients go straight through to the masters.
     `full`: also the activations that the sampler rounds (`rollout.quantise_activations`)."""
+    replay: ReplaySection = ReplaySection()
+    """Which of the sampler's discrete choices are recorded there and made again here."""
     num_threads: int = Field(1, gt=0)
     """CPU threads of each rank."""
     optimizer: OptimizerSection = OptimizerSection()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shared.arrays import Float32, Int32, Uint8
+from shared.arrays import Float32, Int32
 from shared.errors import Rejected
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -92,7 +92,6 @@ class Rollout(Message):
     version_spans: list[VersionSpan]
     finish_reason: FinishReason
     text: str = Field(description="decoded response, stop token left out")
-    expert_ids: Uint8 | None = None  # flattened [P + R - 1, layers, experts per token]
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
@@ -110,6 +109,13 @@ class Rollout(Message):
         return min((span.policy_version for span in self.version_spans), default=None)
 
 
+class StoredRoutes(Message):
+    """Where a group's routes are: in a key of its own, named by the digest of its value."""
+
+    digest: str = Field(pattern="^[0-9a-f]{32}$", description="xxh3-128")
+    num_bytes: int = Field(ge=0)
+
+
 class RolloutGroup(Message):
     """All completions of one prompt, ready to be graded."""
 
@@ -119,6 +125,7 @@ class RolloutGroup(Message):
     rollouts: list[Rollout]
     sampled_at_s: float
     sampling_s: float
+    routes: StoredRoutes | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -185,7 +192,9 @@ class TrainingSample(Message):
     advantage: float
     reward: float
     oldest_version: int
-    expert_ids: Uint8 | None = None
+    routes: bytes | None = Field(
+        None, description="the sampler's choices at the P + R - 1 inputs (shared/routes.py)"
+    )
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
@@ -197,6 +206,8 @@ class TrainingSample(Message):
 
 class TrainingBatch(Message):
     """Everything one optimiser step needs; durable in the redo log before the step is taken."""
+
+    max_bytes: ClassVar[int] = 2**30  # routes are in it, and it never crosses the broker
 
     version: Literal[1] = 1
     job_id: str

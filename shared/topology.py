@@ -50,6 +50,16 @@ def holds(job_id: str) -> str:
     return _stream(job_id, "holds")
 
 
+def routes(job_id: str, group_id: str, digest: str) -> str:
+    """Key of what the sampler of one group chose; `digest` is that of the value."""
+    return _stream(job_id, f"routes:{group_id}:{digest}")
+
+
+def all_routes(job_id: str) -> str:
+    """Pattern of the routes' keys of one job."""
+    return _stream(job_id, "routes:*")
+
+
 def dead(stream: str) -> str:
     return f"{stream}.dead"
 

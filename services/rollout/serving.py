@@ -57,6 +57,7 @@ class Serving:
                     prompt_index=request.prompt_index,
                     policy_version=request.policy_version,
                     partial=partial,
+                    with_routes=request.with_routes,
                 )
                 completions = await self.engine.generate(part, timeout_s=timeout_s)
                 by_index = dict(zip(wanted, completions, strict=True))
@@ -108,6 +109,8 @@ def engine_spec(job: Job, arch: Architecture) -> EngineSpec:
         context_length=job.sampling.context_length,
         quantise_activations=rollout.quantise_activations,
         num_threads=rollout.num_threads,
+        record_experts=job.actor.replay.routing,
+        record_entries=job.actor.replay.indexer,
     )
 
 

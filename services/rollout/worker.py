@@ -19,7 +19,9 @@ from services.rollout.serving import Serving
 from shared import topology
 from shared.errors import ChannelClosed, DeadlineExceeded, Rejected, Retryable
 from shared.job import Job
-from shared.messages import Event, PromptGroup, Rollout, RolloutGroup, VersionSpan
+from shared.messages import Event, PromptGroup, Rollout, RolloutGroup, StoredRoutes, VersionSpan
+from shared.route_store import store_routes
+from shared.routes import TokenRoutes, pack_routes
 from shared.streams import Consumer, Session, backlog, publish
 from shared.tasks import drain, wait_for_event
 from shared.telemetry import counter, histogram, note_backlog, now_s
@@ -39,6 +41,9 @@ class SampleWorker:
         self._config = server.config
         self._groups = counter("rollout_groups_total", "Groups sampled and published.")
         self._tokens = counter("rollout_tokens_total", "Response tokens of published groups.")
+        self._route_bytes = counter(
+            "rollout_route_bytes_total", "Compressed routes of published groups."
+        )
         self._seconds = histogram("rollout_group_seconds", "From a prompt taken to its group out.")
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -142,12 +147,14 @@ class SampleWorker:
                 f"{prompt.group_id} needs version {prompt.min_policy_version}, not {held}"
             )
         completions = await self._sample(serving, prompt)
+        routes = await self._keep_routes(prompt, completions)
         group = to_group(
             prompt,
             completions,
             serving.tokenizer,
             replica=self._config.name,
             sampling_s=time.monotonic() - began_s,
+            routes=routes,
         )
         await publish(self._redis, topology.rollouts(prompt.job_id), group.pack())
         await self._report(group)
@@ -159,6 +166,7 @@ class SampleWorker:
             samples=list(range(prompt.num_samples)),
             sampling=prompt.sampling,
             seed=prompt.seed,
+            with_routes=serving.engine.spec.records,
         )
         try:
             return await serving.sample(request, timeout_s=self._config.group_deadline_s)
@@ -166,6 +174,20 @@ class SampleWorker:
             raise Retryable(f"{prompt.group_id}: {err or 'sampling took too long'}") from err
         except ValueError as err:
             raise Rejected(f"{prompt.group_id}: {err}") from err
+
+    async def _keep_routes(
+        self, prompt: PromptGroup, completions: list[Completion]
+    ) -> StoredRoutes | None:
+        """What the engine recorded goes into a key of its own, before the group is published."""
+        routes = [one.routes for one in completions]
+        if not any(routes):
+            return None
+        blobs = await asyncio.to_thread(_packed_routes, routes)
+        stored = await store_routes(
+            self._redis, job_id=prompt.job_id, group_id=prompt.group_id, blobs=blobs
+        )
+        self._route_bytes.inc(stored.num_bytes)
+        return stored
 
     async def _report(self, group: RolloutGroup) -> None:
         tokens = sum(len(rollout.response_token_ids) for rollout in group.rollouts)
@@ -179,6 +201,7 @@ class SampleWorker:
             "tokens": tokens,
             "samples": len(group.rollouts),
             "seconds": group.sampling_s,
+            "route_bytes": group.routes.num_bytes if group.routes else 0,
         }
         log.info("group_sampled", job_id=group.prompt.job_id, **fields)
         event = Event(
@@ -229,6 +252,7 @@ def to_group(
     *,
     replica: str,
     sampling_s: float,
+    routes: StoredRoutes | None = None,
 ) -> RolloutGroup:
     rollouts = [
         Rollout(
@@ -250,7 +274,13 @@ def to_group(
         rollouts=rollouts,
         sampled_at_s=now_s(),
         sampling_s=sampling_s,
+        routes=routes,
     )
+
+
+def _packed_routes(routes: list[TokenRoutes | None]) -> list[bytes]:
+    """One blob per completion, empty for one without a token."""
+    return [b"" if one is None else pack_routes(one) for one in routes]
 
 
 def text_of(completion: Completion, tokenizer: CheckpointTokenizer) -> str:

@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 from shared import topology
 from shared.job import Job
 from shared.messages import JobAnnounced
+from shared.route_store import delete_all_routes
 from shared.streams import announce
 
 KEEP_CHANGES = 1000
@@ -36,9 +37,10 @@ async def retire_others(redis: Redis, running: Sequence[str]) -> None:
 
 
 async def let_expire(redis: Redis, job_id: str) -> None:
-    """Have the broker forget an ended job's streams after a while."""
+    """Have the broker forget an ended job's streams after a while, and its routes at once."""
     for key in _keys(job_id):
         await redis.expire(key, KEEP_ENDED_S)
+    await delete_all_routes(redis, job_id)
 
 
 def work_streams(job_id: str) -> dict[str, tuple[str, str]]:

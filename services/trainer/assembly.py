@@ -17,6 +17,7 @@ from services.trainer.feeder import Feeder
 from services.trainer.keeper import RankKeeper, StartRanks
 from services.trainer.prompts import PromptSource
 from services.trainer.publisher import Publisher
+from services.trainer.sampled_routes import SampledRoutes
 from services.trainer.versions import VersionStore
 from services.trainer.watch import Watch
 from shared.http import HttpClient
@@ -85,7 +86,8 @@ def assemble(
     evals.on_release = publisher.reconsider
     flow: dict[str, Any] = {"source": source, "admission": admission, "progress": progress}
     feeder = Feeder(redis, books=books, events=own["events"], **flow)
-    collector = Collector(redis, feeder=feeder, name=replica, **flow, **own)
+    routes = SampledRoutes.of(redis, job_id=job_id, job=job)
+    collector = Collector(redis, feeder=feeder, routes=routes, name=replica, **flow, **own)
     watch = Watch(
         redis,
         job_id=job_id,

@@ -32,11 +32,12 @@ RIGHT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class KeptGroup:
-    """A collected group; `rewards[i]` belongs to rollout i."""
+    """A collected group; `rewards[i]` and `routes[i]` (where kept) belong to rollout i."""
 
     entry_id: bytes
     scored: ScoredGroup
     rewards: tuple[float, ...]
+    routes: tuple[bytes, ...] | None = None
 
     @property
     def group_id(self) -> str:
@@ -138,6 +139,7 @@ def batch_facts(
         "truncated_share": _share(rollouts, "length"),
         "lag_mean": float(np.average(lags, weights=weights)) if weights else 0.0,
         "lag_max": max(lags, default=0),
+        "route_bytes": sum(len(sample.routes or b"") for sample in batch.samples),
     }
 
 
@@ -158,6 +160,7 @@ def _samples(
     group: KeptGroup, rewards: list[float], found: npt.NDArray[np.float64], job: Job
 ) -> list[TrainingSample]:
     prompt = group.scored.group.prompt
+    rollouts = group.scored.group.rollouts
     return [
         TrainingSample(
             rollout_id=rollout.rollout_id,
@@ -168,10 +171,10 @@ def _samples(
             advantage=float(advantage),
             reward=reward,
             oldest_version=rollout.oldest_version,
-            expert_ids=rollout.expert_ids,
+            routes=routes,
         )
-        for rollout, reward, advantage in zip(
-            group.scored.group.rollouts, rewards, found, strict=True
+        for rollout, reward, advantage, routes in zip(
+            rollouts, rewards, found, group.routes or [None] * len(rollouts), strict=True
         )
         if rollout.oldest_version is not None and not _is_left_out(rollout, job)
     ]

@@ -199,7 +199,7 @@ class Books:
         unusable = int(
             self._one(
                 "SELECT COUNT(*) FROM groups WHERE during_step > ?"
-                " AND reason NOT IN ('too_old', 'surplus')",
+                " AND reason NOT IN ('too_old', 'surplus', 'routes_lost')",
                 since,
             )
         )

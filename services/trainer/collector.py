@@ -21,9 +21,11 @@ from services.trainer.entries import Group
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.feeder import Feeder
 from services.trainer.prompts import PromptSource
+from services.trainer.sampled_routes import SampledRoutes
 from shared import topology
 from shared.errors import DeadlineExceeded, Rejected, TandemError
 from shared.messages import PromptGroup, ScoredGroup
+from shared.route_store import RoutesLost
 from shared.session import Session
 from shared.streams import Consumer, Delivery
 from shared.tasks import wait_for_event
@@ -50,6 +52,7 @@ class Collector:
         progress: Progress,
         record: EventLog,
         events: EventMaker,
+        routes: SampledRoutes,
         name: str,
     ) -> None:
         self._books = books
@@ -59,6 +62,7 @@ class Collector:
         self._progress = progress
         self._record = record
         self._events = events
+        self._routes = routes
         self._kept: dict[str, KeptGroup] = {}
         self._taken: dict[str, KeptGroup] = {}  # by a step that is not finished yet
         self._changed = asyncio.Event()
@@ -122,23 +126,25 @@ class Collector:
         self._settled.labels("trained").inc(len(groups))
         if self._session is not None:
             await self._session.ack([group.entry_id for group in groups])
+        await self._routes.forget([group.scored.group for group in groups])
 
     async def drop(self, entries: Sequence[Group], *, reason: str, **fields: object) -> None:
         """Drop those of the groups that are open, wherever they are."""
         names = [entry.group_id for entry in entries if self._is_open(entry.group_id)]
-        held: list[bytes] = []
+        held: list[KeptGroup] = []
         for name in names:
             assert name not in self._taken, f"{name} is being trained"
             kept = self._kept.pop(name, None)
             if kept is not None:
-                held.append(kept.entry_id)
+                held.append(kept)
             rewards = None if kept is None else kept.rewards
             event = self._events("group_dropped", group_id=name, reason=reason, **fields)
             self._books.drop_group(name, reason=reason, event=event, rewards=rewards)
             self._settled.labels(reason).inc()
         self._record.flush_journal()
         if held and self._session is not None:
-            await self._session.ack(held)
+            await self._session.ack([kept.entry_id for kept in held])
+        await self._routes.forget([kept.scored.group for kept in held])
         await self._feeder.withdraw(names)
 
     def _is_open(self, name: str) -> bool:
@@ -159,7 +165,7 @@ class Collector:
         if held is not None and held.entry_id == delivery.entry_id:
             return  # the broker gave what we hold once more
         if held is not None or entry.state != "open":
-            await self._refuse_again(session, delivery, entry)
+            await self._refuse_again(session, delivery, scored, entry)
             return
         verdict = judge(
             scored,
@@ -169,8 +175,31 @@ class Collector:
         if isinstance(verdict, Unusable):
             await self._drop_arrived(session, delivery, scored, verdict)
         else:
-            self._kept[name] = KeptGroup(delivery.entry_id, scored, verdict)
+            await self._keep(session, delivery, scored, verdict)
         self._changed.set()
+
+    async def _keep(
+        self, session: Session, delivery: Delivery, scored: ScoredGroup, rewards: tuple[float, ...]
+    ) -> None:
+        name = scored.group.prompt.group_id
+        lost: RoutesLost | None = None
+        routes: tuple[bytes, ...] | None = None
+        try:
+            routes = await self._routes.fetch(scored.group)
+        except Rejected as err:
+            await session.bury(delivery, str(err))
+            return
+        except RoutesLost as err:
+            lost = err
+        entry = self._books.group(name)
+        assert entry is not None
+        if entry.state != "open":  # dropped while the routes were on their way
+            await self._refuse_again(session, delivery, scored, entry)
+        elif lost is not None:
+            log.warning("routes_lost", group_id=name, cause=str(lost))
+            await self._drop_arrived(session, delivery, scored, Unusable("routes_lost", rewards))
+        else:
+            self._kept[name] = KeptGroup(delivery.entry_id, scored, rewards, routes)
 
     def _checked(self, prompt: PromptGroup) -> Group:
         """The books' entry of the group, if the prompt is the one that was drawn."""
@@ -206,7 +235,9 @@ class Collector:
                     f"{self._progress.policy_version}"
                 )
 
-    async def _refuse_again(self, session: Session, delivery: Delivery, entry: Group) -> None:
+    async def _refuse_again(
+        self, session: Session, delivery: Delivery, scored: ScoredGroup, entry: Group
+    ) -> None:
         """Ack what was settled before: a duplicate, or the first arrival of a dropped group."""
         if self._books.note_arrival(entry.group_id):
             log.info("late_group_ignored", group_id=entry.group_id, reason=entry.reason)
@@ -218,6 +249,8 @@ class Collector:
             self._record.note(event)
             self._settled.labels("duplicate").inc()
         await session.ack([delivery.entry_id])
+        if entry.state != "open":  # of one that is held the same key may be needed again
+            await self._routes.forget([scored.group])
 
     async def _drop_arrived(
         self, session: Session, delivery: Delivery, scored: ScoredGroup, verdict: Unusable
@@ -236,6 +269,7 @@ class Collector:
         self._settled.labels(verdict.reason).inc()
         self._feeder.forget([name])
         await session.ack([delivery.entry_id])
+        await self._routes.forget([scored.group])
         await self._feeder.fill()
 
     async def _drop_outdated(self) -> None:

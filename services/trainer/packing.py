@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shared.routes import TokenRoutes
+
 ALIGNMENT = 8  # row lengths are multiples of this, so that few distinct shapes occur
 
 
@@ -19,6 +21,7 @@ class ScoredSequence:
 
     token_ids: np.ndarray
     num_prompt_tokens: int
+    routes: TokenRoutes | None = None  # of the T - 1 inputs, to be replayed
 
     @property
     def num_scored(self) -> int:
@@ -28,12 +31,13 @@ class ScoredSequence:
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """`labels[n]` is the token after flat position `positions[n]`; its place in the batch's flat
-    response arrays is `places[n]`. All int64."""
+    response arrays is `places[n]`. All int64. `routes[b]` belongs to row b; None replays none."""
 
     token_ids: np.ndarray  # [B, S]
     positions: np.ndarray  # [N] row · S + token
     labels: np.ndarray  # [N]
     places: np.ndarray  # [N] in [0, R)
+    routes: tuple[TokenRoutes, ...] | None = None
 
 
 def pack(
@@ -80,8 +84,14 @@ def _fill(
         positions.append(row * width + np.arange(first - 1, length - 1))
         labels.append(token_ids[row, first:length])
         places.append(starts[index] + np.arange(sequence.num_scored))
+    routes = tuple(r for index in rows if (r := sequences[index].routes) is not None)
+    assert len(routes) in (0, len(rows)), "either all sequences have routes, or none"
     return MicroBatch(
-        token_ids, np.concatenate(positions), np.concatenate(labels), np.concatenate(places)
+        token_ids,
+        np.concatenate(positions),
+        np.concatenate(labels),
+        np.concatenate(places),
+        routes or None,
     )
 
 

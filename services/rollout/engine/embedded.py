@@ -17,6 +17,7 @@ import structlog
 import torch
 
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.routes import Recording
 from services.rollout.engine.scheduler import Limits, Scheduler
 from services.rollout.engine.weights import (
     LoadedVersion,
@@ -55,6 +56,7 @@ class EmbeddedEngine:
         self.scheduler = Scheduler(
             Sampler(spec.arch, rounding_of(spec)),
             limits=Limits(max_running=spec.max_running_requests, max_tokens=spec.context_length),
+            recording=Recording(spec.record_experts, spec.record_entries),
         )
         self._build = derive
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from shared.messages import FinishReason, SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.routes import TokenRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Completion:
     logprobs: np.ndarray  # float32 [R]
     version_spans: list[tuple[int, int]]  # (policy version, tokens), consecutive
     finish_reason: FinishReason
+    routes: TokenRoutes | None = None  # of all inputs, prompt included, where they are recorded
 
     def to_payload(self) -> dict[str, Any]:
         return {
@@ -27,6 +29,7 @@ class Completion:
             "logprobs": self.logprobs.astype("<f4").tobytes(),
             "version_spans": [list(span) for span in self.version_spans],
             "finish_reason": self.finish_reason,
+            "routes": None if self.routes is None else _routes_payload(self.routes),
         }
 
     @classmethod
@@ -36,6 +39,7 @@ class Completion:
             np.frombuffer(payload["logprobs"], "<f4"),
             [(version, num) for version, num in payload["version_spans"]],
             cast(FinishReason, payload["finish_reason"]),
+            None if payload["routes"] is None else _routes(payload["routes"]),
         )
 
 
@@ -51,6 +55,7 @@ class GroupRequest:
     prompt_index: int = 0
     policy_version: int | None = None  # refuse to start under any other
     partial: dict[int, Completion] = field(default_factory=dict)
+    with_routes: bool = False  # completions bring the choices that the engine records
 
     def to_payload(self) -> dict[str, Any]:
         partial = {str(i): one.to_payload() for i, one in self.partial.items()}
@@ -63,6 +68,7 @@ class GroupRequest:
             "prompt_index": self.prompt_index,
             "policy_version": self.policy_version,
             "partial": partial,
+            "with_routes": self.with_routes,
         }
 
     @classmethod
@@ -76,6 +82,7 @@ class GroupRequest:
             prompt_index=payload["prompt_index"],
             policy_version=payload["policy_version"],
             partial={int(i): Completion.from_payload(p) for i, p in payload["partial"].items()},
+            with_routes=payload["with_routes"],
         )
 
 
@@ -88,6 +95,12 @@ class EngineSpec:
     context_length: int
     quantise_activations: bool
     num_threads: int
+    record_experts: bool = False
+    record_entries: bool = False
+
+    @property
+    def records(self) -> bool:
+        return self.record_experts or self.record_entries
 
     def to_payload(self) -> dict[str, Any]:
         return {
@@ -96,9 +109,33 @@ class EngineSpec:
             "context_length": self.context_length,
             "quantise_activations": self.quantise_activations,
             "num_threads": self.num_threads,
+            "record_experts": self.record_experts,
+            "record_entries": self.record_entries,
         }
 
     @classmethod
     def from_payload(cls, payload: dict[str, Any]) -> Self:
         fields = {key: value for key, value in payload.items() if key != "config"}
         return cls(arch=Architecture.from_config(payload["config"]), **fields)
+
+
+def _routes_payload(routes: TokenRoutes) -> dict[str, Any]:
+    return {
+        "experts": _array_payload(routes.expert_ids),
+        "entries": _array_payload(routes.entry_bits),
+    }
+
+
+def _routes(payload: dict[str, Any]) -> TokenRoutes:
+    return TokenRoutes(_array(payload["experts"]), _array(payload["entries"]))
+
+
+def _array_payload(array: np.ndarray | None) -> list[Any] | None:
+    return None if array is None else [array.dtype.str, list(array.shape), array.tobytes()]
+
+
+def _array(payload: list[Any] | None) -> np.ndarray | None:
+    if payload is None:
+        return None
+    dtype, shape, body = payload
+    return np.frombuffer(body, dtype).reshape(shape)

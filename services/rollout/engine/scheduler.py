@@ -10,21 +10,22 @@ token of every running completion. Nothing here depends on which completions run
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from services.rollout.engine.checks import check_request, check_routes, check_tokens
 from services.rollout.engine.requests import Completion, GroupRequest
+from services.rollout.engine.routes import Recording, RouteTable
 from services.rollout.engine.sampling import Draws, sample, token_logprobs
 from services.rollout.engine.slots import Group, SlotTable
 from services.rollout.engine.weights import LoadedVersion
-from services.rollout.models.deepseek_v4 import Sampler
+from services.rollout.models.deepseek_v4 import Choices, Sampler
 from services.rollout.models.deepseek_v4_cache import Cache, Run
 from shared.errors import Retryable
 from shared.messages import FinishReason
-from shared.models.deepseek_v4.architecture import Architecture
 from shared.weights.protocol import PauseMode
 
 
@@ -61,6 +62,7 @@ class Scheduler:
         model: Sampler,
         *,
         limits: Limits,
+        recording: Recording = Recording(),  # noqa: B008  a frozen value
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -72,6 +74,10 @@ class Scheduler:
         first, count = limits.max_running, limits.num_prefixes
         self._free_prefixes = list(range(first, first + count))
         self._scoring = np.arange(first + count, first + 2 * count)
+        self._recording = recording
+        self._routes = RouteTable(
+            model.arch, recording, num_rows=first + count, max_tokens=limits.max_tokens
+        )
         self._cache = Cache(
             model.arch,
             num_slots=first + 2 * count,
@@ -103,7 +109,9 @@ class Scheduler:
 
     def add(self, request: GroupRequest) -> None:
         """Queue a request. ValueError names what is out of bounds."""
-        check_request(request, self._model.arch, self.limits)
+        check_request(request, self._model.arch, self.limits.max_tokens)
+        if self._recording.on and request.with_routes:
+            check_routes(request)
         if request.request_id in self._groups:
             raise ValueError(f"request {request.request_id} is running already")
         if request.policy_version is not None:
@@ -203,9 +211,14 @@ class Scheduler:
 
     def _prefill(self, runs: list[Run], prefixes: list[_Prefix]) -> None:
         """The last runs are those of `prefixes`."""
-        weights = self._weights
-        hidden = self._model.hidden(weights, self._cache, self._cache.prefill_step(runs))
-        ends = np.cumsum([len(run.token_ids) for run in runs])[len(runs) - len(prefixes) :]
+        weights, choices = self._weights, self._new_choices()
+        step = self._cache.prefill_step(runs)
+        hidden = self._model.hidden(weights, self._cache, step, choices=choices)
+        sizes = np.array([len(run.token_ids) for run in runs])
+        prompts = len(runs) - len(prefixes)
+        if choices is not None and prefixes:
+            self._routes.put_runs(runs[prompts:], choices, first=int(sizes[:prompts].sum()))
+        ends = sizes.cumsum()[prompts:]
         complete = [
             (prefix, end - 1)
             for prefix, end in zip(prefixes, ends, strict=True)
@@ -223,8 +236,9 @@ class Scheduler:
         for prefix in [p for p in self._prefixes if p.logits is not None]:
             waiting = prefix.group.waiting
             while waiting and self._slots.free:
-                slot = self._slots.occupy(prefix.group, waiting.popleft())
+                slot = self._slots.occupy(prefix.group, index := waiting.popleft())
                 self._slots.computed[slot] = len(prefix.group.prompt)
+                self._begin_routes(prefix, slot, index)
                 started.append((prefix, slot))
             if not waiting:
                 self._drop_prefix(prefix)
@@ -248,7 +262,10 @@ class Scheduler:
         positions = table.num_tokens[slots] - 1
         inputs = table.tokens[slots, positions].astype(np.int64)
         step = self._cache.decode_step(slots, positions, inputs)
-        hidden = self._model.hidden(self._weights, self._cache, step)
+        choices = self._new_choices()
+        hidden = self._model.hidden(self._weights, self._cache, step, choices=choices)
+        if choices is not None:
+            self._routes.put(slots, positions, choices)
         logits = self._model.logits(self._weights, hidden)[: len(slots)]
         table.computed[slots] += 1
         return self._sample(slots, logits, table.draws(slots))
@@ -269,12 +286,18 @@ class Scheduler:
     def _finish(self, slot: int, reason: FinishReason | None = None) -> Group:
         group = self._slots.group[slot]
         assert group is not None
-        assert self.version is not None
-        version = self.version.policy_version
         index = int(self._slots.index[slot])
-        group.finished[index] = self._slots.completion(slot, version, reason)
+        group.finished[index] = self._completion(slot, group, reason)
         self._slots.release(slot)
         return group
+
+    def _completion(self, slot: int, group: Group, reason: FinishReason | None) -> Completion:
+        assert self.version is not None
+        completion = self._slots.completion(slot, self.version.policy_version, reason)
+        if not (group.request.with_routes and self._recording.on) or self._slots.is_fresh(slot):
+            return completion
+        num_inputs = int(self._slots.num_tokens[slot]) - 1
+        return replace(completion, routes=self._routes.take(slot, num_inputs))
 
     def _end(self, group: Group) -> list[Completion]:
         """Take a group out of the engine, its completions as far as they are."""
@@ -297,14 +320,24 @@ class Scheduler:
         for slot in self._slots.is_running.nonzero()[0][::-1]:
             group = self._slots.group[slot]
             assert group is not None
-            assert self.version is not None
             index = int(self._slots.index[slot])
-            partial = self._slots.completion(int(slot), self.version.policy_version, "abort")
-            group.request.partial[index] = partial
+            group.request.partial[index] = self._completion(int(slot), group, "abort")
             self._slots.release(int(slot))
             group.waiting.appendleft(index)
             if group not in self._waiting and not any(p.group is group for p in self._prefixes):
                 self._waiting.appendleft(group)
+
+    def _new_choices(self) -> Choices | None:
+        return Choices() if self._recording.on else None
+
+    def _begin_routes(self, prefix: _Prefix, slot: int, index: int) -> None:
+        """Those of the prompt, or what an interrupted completion has brought along."""
+        if not self._recording.on:
+            return
+        if self._slots.is_fresh(slot):
+            self._routes.copy(prefix.slot, slot, len(prefix.group.prompt))
+        elif (routes := prefix.group.request.partial[index].routes) is not None:
+            self._routes.give(slot, routes)
 
     def _drop_prefix(self, prefix: _Prefix) -> None:
         self._prefixes.remove(prefix)
@@ -345,26 +378,6 @@ class Scheduler:
     def _weights(self):  # type: ignore[no-untyped-def]
         assert self.version is not None
         return self.version.derived
-
-
-def check_request(request: GroupRequest, arch: Architecture, limits: Limits) -> None:
-    """ValueError naming the value and its bound."""
-    check_tokens(request.prompt_token_ids, arch, limits.max_tokens - 1, "prompt", least=1)
-    if not request.samples:
-        raise ValueError("num_samples 0 is below 1")
-
-
-def check_tokens(
-    token_ids: np.ndarray, arch: Architecture, max_tokens: int, what: str, *, least: int = 2
-) -> None:
-    """ValueError unless there are `least` to `max_tokens` ids of the vocabulary."""
-    if not least <= len(token_ids) <= max_tokens:
-        raise ValueError(f"{what} has {len(token_ids)} tokens, allowed are {least} to {max_tokens}")
-    for bad in (int(token_ids.min()), int(token_ids.max())):
-        if not 0 <= bad < arch.vocab_size:
-            raise ValueError(
-                f"{what}: token id {bad} is outside the vocabulary of {arch.vocab_size}"
-            )
 
 
 def _in_order(group: Group) -> list[Completion]:

@@ -11,7 +11,7 @@ bit, as long as every count is a multiple of ROWS.
 # E entries, I index dim, J index heads; in the MoE: X experts, F inner dim, k experts per token
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -38,6 +38,14 @@ Trace = Callable[[str, Tensor], None]
 _EXPERT_ROWS = 8  # an expert's rows are padded to a multiple of this
 
 
+@dataclass(slots=True)
+class Choices:
+    """What a step chose at each of its N tokens, layer after layer."""
+
+    experts: list[Tensor] = field(default_factory=list)  # [N, k] of every layer
+    entries: list[Tensor] = field(default_factory=list)  # bool [N, entries], of indexers that chose
+
+
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """The model of one engine. Weights are passed in, since they change between steps."""
@@ -47,13 +55,18 @@ class Sampler:
     trace: Trace | None = None
 
     @torch.inference_mode()
-    def hidden(self, weights: Derived, cache: Cache, step: Step) -> Tensor:
-        """Normed hidden states [N, D] of the step's tokens, their state appended to the cache."""
+    def hidden(
+        self, weights: Derived, cache: Cache, step: Step, *, choices: Choices | None = None
+    ) -> Tensor:
+        """Normed hidden states [N, D] of the step's tokens, their state appended to the cache.
+
+        `choices` takes what routers and indexers choose meanwhile.
+        """
         tokens = step.token_ids
         h_NSD = weights.embed.index_select(0, tokens).unsqueeze(1).repeat(1, self.arch.hc_mult, 1)
         self._note("embed", h_NSD)
         for layer, block in enumerate(weights.blocks):
-            h_NSD = self.block(layer, block, cache.layers[layer], step, h_NSD)
+            h_NSD = self.block(layer, block, cache.layers[layer], step, h_NSD, choices)
         return self.last_hidden(weights, h_NSD)
 
     def last_hidden(self, weights: Derived, h_NSD: Tensor) -> Tensor:
@@ -75,15 +88,22 @@ class Sampler:
         return logits
 
     def block(
-        self, layer: int, block: Block, cache: LayerCache, step: Step, h_NSD: Tensor
+        self,
+        layer: int,
+        block: Block,
+        cache: LayerCache,
+        step: Step,
+        h_NSD: Tensor,
+        choices: Choices | None = None,
     ) -> Tensor:
         """Streams in, streams out: attention, then experts, each between a mix and a merge."""
         eps = self.arch.rms_norm_eps
+        choices = Choices() if choices is None else choices
         y_ND, post_SN, comb = _mix(h_NSD, block.attn_mix, self.arch)
         self._note_mix(layer, "hc_attn", y_ND, post_SN, comb)
         x_ND = _rms(y_ND, block.attn_norm, eps)
         self._note_in(layer, "attn.norm", x_ND)
-        y_ND = self._attention(layer, block, cache, step, x_ND)
+        y_ND = self._attention(layer, block, cache, step, choices, x_ND)
         self._note_in(layer, "attn", y_ND)
         h_NSD = _merge(y_ND, h_NSD, post_SN, comb)
         self._note_in(layer, "hc_attn.merge", h_NSD)
@@ -91,7 +111,7 @@ class Sampler:
         self._note_mix(layer, "hc_ffn", y_ND, post_SN, comb)
         x_ND = _rms(y_ND, block.ffn_norm, eps)
         self._note_in(layer, "ffn.norm", x_ND)
-        y_ND = self._experts(layer, block, step.token_ids, x_ND)
+        y_ND = self._experts(layer, block, step.token_ids, choices, x_ND)
         self._note_in(layer, "ffn", y_ND)
         h_NSD = _merge(y_ND, h_NSD, post_SN, comb)
         self._note_in(layer, "hc_ffn.merge", h_NSD)
@@ -100,7 +120,13 @@ class Sampler:
     # ---------------------------------------------------------------- attention
 
     def _attention(
-        self, layer: int, block: Block, cache: LayerCache, step: Step, x_ND: Tensor
+        self,
+        layer: int,
+        block: Block,
+        cache: LayerCache,
+        step: Step,
+        choices: Choices,
+        x_ND: Tensor,
     ) -> Tensor:
         arch, route = self.arch, step.routes[self.arch.compress_ratios[layer]]
         heads, size = arch.num_attention_heads, arch.head_dim
@@ -125,7 +151,8 @@ class Sampler:
             if inner.index_keys is not None:
                 index_q = up[:, heads * size :].view(-1, arch.index_n_heads, arch.index_head_dim)
                 index_w = inputs[:, inner.ring.shape[-1] :]
-                bias = self._select(index_q, index_w, turns, inner.index_keys, step, route)
+                index_keys = inner.index_keys
+                bias = self._select(index_q, index_w, turns, index_keys, step, route, choices)
                 self._note_selected(layer, bias, route)
         keys_RTK = _visible_keys(cache, step, route, kv_NK)
         o_NHK = _attend(q_NHK, keys_RTK, bias, block.sink, step)
@@ -208,6 +235,7 @@ class Sampler:
         index_keys: Tensor,
         step: Step,
         route: Route,
+        choices: Choices,
     ) -> Tensor:
         """The bias [R, C, T] in which only each query's best entries stay visible."""
         arch, num, plan = self.arch, route.num_entries, route.compression
@@ -226,6 +254,7 @@ class Sampler:
         # A pick that is not visible (fewer entries than picks) stays invisible.
         chosen = torch.full_like(scores_RCE, -torch.inf).scatter_(2, best, 0.0)
         chosen.add_(plan.entry_bias)
+        choices.entries.append(_flat(chosen == 0, step))
         first = route.num_keys - num
         return torch.cat(
             (route.bias[..., :first], chosen, route.bias[..., route.num_keys :]), dim=-1
@@ -233,11 +262,14 @@ class Sampler:
 
     # ---------------------------------------------------------------- experts
 
-    def _experts(self, layer: int, block: Block, token_ids: Tensor, x_ND: Tensor) -> Tensor:
+    def _experts(
+        self, layer: int, block: Block, token_ids: Tensor, choices: Choices, x_ND: Tensor
+    ) -> Tensor:
         """Routed experts and, as one more that every token visits, the shared expert."""
         arch = self.arch
         weights_Nk, experts_Nk = self._route(block, token_ids, x_ND)
         self._note_router(layer, weights_Nk, experts_Nk)
+        choices.experts.append(experts_Nk)
         plan = _Dispatch.of(experts_Nk, arch.n_routed_experts)
         num, routed = x_ND.shape[0], plan.num_rows
         x_ND = self._linear_input(x_ND)
@@ -412,6 +444,12 @@ def _attend(
 def _padded(x_Nw: Tensor, step: Step) -> Tensor:
     """[R · C, w]: what is beyond a sequence's last token is never looked at."""
     return x_Nw if step.to_padded is None else x_Nw.index_select(0, step.to_padded)
+
+
+def _flat(x_RCw: Tensor, step: Step) -> Tensor:
+    """[N, w] of the step's tokens; the inverse of `_padded`."""
+    flat = x_RCw.flatten(0, 1)
+    return flat if step.from_padded is None else flat.index_select(0, step.from_padded)
 
 
 def _rotate(x: Tensor, turns: Tensor) -> None:

@@ -89,8 +89,9 @@ class Actor:
         algorithm = self.job.algorithm
         tokens = response_tokens(
             batch,
-            vocab_size=self.architecture.vocab_size,
+            architecture=self.architecture,
             max_bad_share=algorithm.max_bad_logprob_share,
+            replay=self.job.actor.replay,
         )
         clock = _Clock(self._progress, batch.step)
         updates = min(algorithm.updates_per_batch, len(tokens.sequences))
@@ -160,6 +161,7 @@ class Actor:
             return schedule.score(
                 self.model,
                 micro_batches,
+                self.architecture,
                 num_tokens=num_tokens,
                 temperature=temperature,
                 quant=self._quant,
@@ -209,6 +211,7 @@ class Actor:
             loss, record = schedule.forward_backward(
                 self.wrapped,
                 micro_batches,
+                self.architecture,
                 TokenBatch(
                     before.old,
                     tokens.sampler,

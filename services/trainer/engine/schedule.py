@@ -12,10 +12,12 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from services.trainer.engine.replay import replayed
 from services.trainer.loss.objective import TokenBatch, policy_loss
 from services.trainer.models.deepseek_v4.head import TokenScores
 from services.trainer.packing import MicroBatch
 from shared.job_algorithm import AlgorithmSection
+from shared.models.deepseek_v4.architecture import Architecture
 from shared.quant.activation import UNQUANTISED, ActivationQuant
 
 
@@ -45,6 +47,7 @@ class TokenRecord:
 def score(
     model: Any,
     micro_batches: Sequence[MicroBatch],
+    architecture: Architecture,
     *,
     num_tokens: int,
     temperature: float,
@@ -58,7 +61,7 @@ def score(
         return torch.zeros(()), TokenRecord(scores.logprobs, scores.entropy, none, ones, none)
 
     with torch.no_grad():
-        inputs = _Pass(model, micro_batches, num_tokens, temperature, quant)
+        inputs = _Pass(model, micro_batches, architecture, num_tokens, temperature, quant)
         _, record = _run(inputs, nothing_to_learn, forward_only=True)
     return record
 
@@ -66,6 +69,7 @@ def score(
 def forward_backward(
     model: Any,
     micro_batches: Sequence[MicroBatch],
+    architecture: Architecture,
     tokens: TokenBatch,
     *,
     temperature: float,
@@ -86,7 +90,8 @@ def forward_backward(
         )
         return result.total, record
 
-    inputs = _Pass(model, micro_batches, len(tokens.sampler), temperature, quant)
+    num_tokens = len(tokens.sampler)
+    inputs = _Pass(model, micro_batches, architecture, num_tokens, temperature, quant)
     return _run(inputs, learn, forward_only=False)
 
 
@@ -96,6 +101,7 @@ class _Pass:
 
     model: Any
     micro_batches: Sequence[MicroBatch]
+    architecture: Architecture
     num_tokens: int
     temperature: float
     quant: ActivationQuant
@@ -133,6 +139,7 @@ def _forward(stage: Any, micro: MicroBatch, inputs: _Pass) -> Any:
         labels_N=torch.from_numpy(micro.labels).to(device),
         temperature=inputs.temperature,
         quant=inputs.quant,
+        routes=replayed(micro, inputs.architecture, device),
     )
 
 

@@ -10,12 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.trainer.engine.replay import sample_routes
 from services.trainer.loss.advantages import token_advantages
 from services.trainer.loss.aggregation import sample_of_token, usable_logprobs
 from services.trainer.packing import ScoredSequence
 from shared.errors import Rejected
+from shared.job import ReplaySection
 from shared.job_algorithm import AlgorithmSection
 from shared.messages import TrainingBatch, TrainingSample
+from shared.models.deepseek_v4.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +54,15 @@ class ResponseTokens:
 
 
 def response_tokens(
-    batch: TrainingBatch, *, vocab_size: int, max_bad_share: float
+    batch: TrainingBatch, *, architecture: Architecture, max_bad_share: float, replay: ReplaySection
 ) -> ResponseTokens:
     """Raises `Rejected` for a batch without response tokens, a token id outside the vocabulary, an
-    advantage that is no number, or more than `max_bad_share` unusable sampler log-probabilities."""
+    advantage that is no number, more than `max_bad_share` unusable sampler log-probabilities, or
+    routes that cannot be replayed."""
     samples = [sample for sample in batch.samples if len(sample.sampler_logprobs)]
     if not samples:
         raise Rejected(f"step {batch.step}: no sample has a response token")
-    _check_ids(samples, vocab_size)
+    _check_ids(samples, architecture.vocab_size)
     lengths = np.array([len(sample.sampler_logprobs) for sample in samples], np.int64)
     advantages = np.repeat([sample.advantage for sample in samples], lengths)
     if not np.isfinite(advantages).all():
@@ -72,7 +76,7 @@ def response_tokens(
             f"infinite or positive), max_bad_logprob_share is {max_bad_share:.1%}"
         )
     return ResponseTokens(
-        scored_sequences([(s.token_ids, s.num_prompt_tokens) for s in samples]),
+        [_sequence(sample, architecture, replay) for sample in samples],
         torch.from_numpy(lengths),
         sampler.clamp(max=0.0),
         usable,
@@ -99,6 +103,15 @@ def advantages_less_kl(batch: TrainingBatch, kl: Tensor, *, algorithm: Algorithm
 
 def scored_sequences(items: Sequence[tuple[np.ndarray, int]]) -> list[ScoredSequence]:
     return [ScoredSequence(np.asarray(ids, np.int64), prompt) for ids, prompt in items]
+
+
+def _sequence(
+    sample: TrainingSample, architecture: Architecture, replay: ReplaySection
+) -> ScoredSequence:
+    ids = np.asarray(sample.token_ids, np.int64)
+    return ScoredSequence(
+        ids, sample.num_prompt_tokens, sample_routes(sample, architecture, replay)
+    )
 
 
 def _check_ids(samples: list[TrainingSample], vocab_size: int) -> None:

@@ -25,7 +25,7 @@ from services.trainer.models.deepseek_v4.layers import (
     wide,
 )
 from services.trainer.models.deepseek_v4.rope import norm_rotate, rotate
-from services.trainer.models.deepseek_v4.trace import Trace
+from services.trainer.models.deepseek_v4.trace import Routes, Trace
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.quant.activation import ActivationQuant
 
@@ -36,6 +36,7 @@ class HybridAttention(nn.Module):
     ) -> None:
         super().__init__()
         a = architecture
+        self.layer = layer
         self.head_dim, self.eps = a.head_dim, a.rms_norm_eps
         self.reach = Reach(window=a.sliding_window, ratio=a.compress_ratios[layer])
         tensor_parallel = config.tensor_model_parallel_size
@@ -77,7 +78,14 @@ class HybridAttention(nn.Module):
             skip_bias_add=False,
         )
 
-    def forward(self, x_BSD: Tensor, turns: Tensor, trace: Trace, quant: ActivationQuant) -> Tensor:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        turns: Tensor,
+        routes: Routes,
+        trace: Trace,
+        quant: ActivationQuant,
+    ) -> Tensor:
         """`[B, S, D]` -> `[B * S, D]`."""
         rows, length, _ = x_BSD.shape
         rounded_BSD = activations.linear_input(x_BSD, quant)
@@ -87,7 +95,7 @@ class HybridAttention(nn.Module):
         q_BSHK = trace("attn.q", norm_rotate(q_BSHK, turns_S1P, self.eps))
         kv_BSK = rotate(self.kv_norm(self.wkv(rounded_BSD)), turns)
         kv_BSK = trace("attn.kv", activations.keys(kv_BSK, quant, rotary=2 * turns.size(-1)))
-        entries_BWK, selected_BSW = self._entries(x_BSD, qr, turns, trace, quant)
+        entries_BWK, selected_BSW = self._entries(x_BSD, qr, turns, routes, trace, quant)
         out_BSHK = attend(
             q_BSHK,
             _for_all_heads(kv_BSK),
@@ -101,7 +109,13 @@ class HybridAttention(nn.Module):
         return self.wo_b(activations.linear_input(up_TR, quant))[0]
 
     def _entries(
-        self, x_BSD: Tensor, qr: Tensor, turns: Tensor, trace: Trace, quant: ActivationQuant
+        self,
+        x_BSD: Tensor,
+        qr: Tensor,
+        turns: Tensor,
+        routes: Routes,
+        trace: Trace,
+        quant: ActivationQuant,
     ) -> tuple[Tensor | None, Tensor | None]:
         if self.compressor is None:
             return None, None
@@ -113,7 +127,9 @@ class HybridAttention(nn.Module):
             trace("attn.compressor", x_BSD.new_empty(len(x_BSD), 0, self.head_dim))
         if self.indexer is None:
             return entries, None
-        selected = self.indexer(x_BSD, qr, turns, quant.indexer)
+        selected = routes.entries.get(self.layer)
+        if selected is None:
+            selected = self.indexer(x_BSD, qr, turns, quant.indexer)
         self._trace_selected(selected, x_BSD, trace)
         return entries, selected
 

@@ -45,7 +45,7 @@ class Block(nn.Module):
 
         y_TD, post, comb = self._mix(self.hc_attn, "hc_attn", h_TND, trace)
         x_BSD = trace("attn.norm", self.attn_norm(y_TD).view(*ids_BS.shape, -1))
-        y_TD = trace.flat("attn", self.attn(x_BSD, turns, trace, given.quant))
+        y_TD = trace.flat("attn", self.attn(x_BSD, turns, given.routes, trace, given.quant))
         h_TND = trace.flat("hc_attn.merge", self.hc_attn.merge(y_TD, h_TND, post, comb))
 
         y_TD, post, comb = self._mix(self.hc_ffn, "hc_ffn", h_TND, trace)

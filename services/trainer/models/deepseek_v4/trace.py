@@ -37,7 +37,12 @@ class Trace:
 
 @dataclass(slots=True)
 class Routes:
-    """Expert choices by layer, `[T, k]` int64: `replay` is obeyed, `record` filled if not None."""
+    """Discrete choices by layer. What is given is obeyed; `record` is filled if not None.
+
+    Experts are `[T, k]` int64. Entries of layers with an indexer are `[B, S, W]` bool with
+    W = S // ratio: which a query may use, those not visible to it left out in any case.
+    """
 
     replay: dict[int, Tensor] = field(default_factory=dict)
     record: dict[int, Tensor] | None = None
+    entries: dict[int, Tensor] = field(default_factory=dict)

@@ -1,0 +1,36 @@
+"""What a request must be before the engine takes it; a ValueError names the value and its bound."""
+
+import numpy as np
+
+from services.rollout.engine.requests import GroupRequest
+from shared.models.deepseek_v4.architecture import Architecture
+
+
+def check_request(request: GroupRequest, arch: Architecture, max_tokens: int) -> None:
+    check_tokens(request.prompt_token_ids, arch, max_tokens - 1, "prompt", least=1)
+    if not request.samples:
+        raise ValueError("num_samples 0 is below 1")
+
+
+def check_routes(request: GroupRequest) -> None:
+    """An interrupted completion brings the routes of all that it has computed."""
+    for index, partial in request.partial.items():
+        if not len(partial.token_ids):
+            continue
+        expected = len(request.prompt_token_ids) + len(partial.token_ids) - 1
+        found = 0 if partial.routes is None else partial.routes.num_tokens
+        if found != expected:
+            raise ValueError(f"sample {index} brings routes of {found} tokens, not {expected}")
+
+
+def check_tokens(
+    token_ids: np.ndarray, arch: Architecture, max_tokens: int, what: str, *, least: int = 2
+) -> None:
+    """There are `least` to `max_tokens` ids, all of the vocabulary."""
+    if not least <= len(token_ids) <= max_tokens:
+        raise ValueError(f"{what} has {len(token_ids)} tokens, allowed are {least} to {max_tokens}")
+    for bad in (int(token_ids.min()), int(token_ids.max())):
+        if not 0 <= bad < arch.vocab_size:
+            raise ValueError(
+                f"{what}: token id {bad} is outside the vocabulary of {arch.vocab_size}"
+            )

@@ -1,0 +1,89 @@
+"""The sampler's choices for the actor: unpacked from a sample, laid out as a micro-batch is.
+
+Hash layers are left out, the actor reads the same table. Padding, and the last token of a row, of
+which nothing is predicted, get the first experts and every entry: nobody attends to them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.trainer.models.deepseek_v4.trace import Routes
+from services.trainer.packing import MicroBatch
+from shared.errors import Rejected
+from shared.job import ReplaySection
+from shared.messages import TrainingSample
+from shared.models.deepseek_v4.architecture import C4_RATIO, Architecture
+from shared.routes import (
+    TokenRoutes,
+    first_selecting_token,
+    indexed_layers,
+    unpack_bits,
+    unpack_routes,
+)
+
+
+def sample_routes(
+    sample: TrainingSample, arch: Architecture, replay: ReplaySection
+) -> TokenRoutes | None:
+    """What the job replays of a sample. `Rejected` where it is missing or cannot be right."""
+    if not replay.on:
+        return None
+    if sample.routes is None:
+        raise Rejected(f"{sample.rollout_id} has no routes, which actor.replay asks for")
+    try:
+        return unpack_routes(
+            sample.routes,
+            arch,
+            len(sample.token_ids) - 1,
+            routing=replay.routing,
+            indexer=replay.indexer,
+            of=sample.rollout_id,
+        )
+    except ValueError as err:
+        raise Rejected(str(err)) from err
+
+
+def replayed(micro: MicroBatch, arch: Architecture, device: torch.device) -> Routes | None:
+    """The choices of a micro-batch's rows, for every layer that makes one."""
+    if micro.routes is None:
+        return None
+    rows, width = micro.token_ids.shape
+    experts = [one.expert_ids for one in micro.routes if one.expert_ids is not None]
+    entries = [one.entry_bits for one in micro.routes if one.entry_bits is not None]
+    routes = Routes()
+    if experts:
+        routes.replay = _experts(experts, arch, rows, width, device)
+    if entries:
+        routes.entries = _entries(entries, arch, rows, width, device)
+    return routes
+
+
+def _experts(
+    recorded: Sequence[np.ndarray], arch: Architecture, rows: int, width: int, device: torch.device
+) -> dict[int, Tensor]:
+    learned = [layer for layer in range(arch.num_hidden_layers) if not arch.is_hash_routed(layer)]
+    top_k = arch.num_experts_per_tok
+    ids = np.empty((len(learned), rows, width, top_k), np.int64)
+    ids[:] = np.arange(top_k)
+    for row, of_row in enumerate(recorded):
+        ids[:, row, : len(of_row)] = of_row[:, learned].swapaxes(0, 1)
+    flat = torch.from_numpy(ids.reshape(len(learned), rows * width, top_k)).to(device)
+    return dict(zip(learned, flat, strict=True))
+
+
+def _entries(
+    recorded: Sequence[np.ndarray], arch: Architecture, rows: int, width: int, device: torch.device
+) -> dict[int, Tensor]:
+    """Nothing for rows so short that every entry survives."""
+    layers, first = indexed_layers(arch), first_selecting_token(arch)
+    if width <= first:
+        return {}
+    num_entries = width // C4_RATIO
+    kept = np.ones((len(layers), rows, width, num_entries), bool)
+    for row, of_row in enumerate(recorded):
+        selecting = unpack_bits(of_row[first:], num_entries)
+        kept[:, row, first : len(of_row)] = selecting.swapaxes(0, 1)
+    return dict(zip(layers, torch.from_numpy(kept).to(device), strict=True))
