@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import (
@@ -100,6 +101,10 @@ class ServiceConfig(Settings):
         everywhere = self.host in ("0.0.0.0", "::")  # noqa: S104  compared, not bound
         host = socket.gethostname() if everywhere else self.host
         return (self.advertise_url or f"http://{host}:{self.port}").rstrip("/")
+
+    def url_at(self, port: int) -> str:
+        """How others reach another port of this process."""
+        return f"http://{urlsplit(self.url).hostname}:{port}"
 
     @property
     def name(self) -> str:

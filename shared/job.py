@@ -154,7 +154,14 @@ class UpdateSection(Section):
     probe_sequences: int = Field(4, ge=0)
     """Fixed prompts scored after each restore and compared with the trainer; 0 skips the probe."""
     probe_max_mean_abs_delta: float = Field(0.5, gt=0)
-    keep_versions: int = Field(3, ge=1)
+    keep_versions: int = Field(50, ge=1)
+    """Versions that can be served again (`weights rollback`), stored as changes where possible."""
+    keep_bytes: int = Field(64 * 2**30, ge=0)
+    """The oldest go when all take more; what is current, held or being read stays anyway."""
+    delta: bool = True
+    """Also publish what changed since the version before; servers that hold it pull only that."""
+    max_sends: int = Field(2, gt=0)
+    """How often the trainer sends a shard of one version; further servers pull from servers."""
 
 
 class RewardSection(Section):

@@ -16,7 +16,10 @@ ServerState = Literal["idle", "starting", "waiting_for_weights", "serving", "upd
 
 
 class Replica(Message):
-    """One live replica of a service. For rollout servers the last four fields are filled."""
+    """One live replica of a service. For rollout servers the last five fields are filled.
+
+    `shards_url` is where it serves the weights that it has; of a trainer also.
+    """
 
     service: Literal["rollout", "reward", "evaluator", "trainer"]
     name: str
@@ -26,6 +29,7 @@ class Replica(Message):
     state: ServerState = "idle"
     engine: str = ""
     policy_version: int | None = None
+    shards_url: str = ""
 
 
 async def register(redis: Redis, record: Replica) -> None:

@@ -26,8 +26,11 @@ class RolloutConfig(ServiceConfig):
 
     port: int = Field(8710, ge=0, le=65535)
     """TCP port to listen on."""
+    shards_port: int = Field(0, ge=0, le=65535)
+    """TCP port at which other servers pull the weights that are here; 0: any free one."""
     staging_dir: Path = Path(tempfile.gettempdir()) / "tandem-staging"
-    """Weight shards are pulled into `<staging_dir>/<replica>/`; memory-backed is fastest."""
+    """Weight shards are pulled into `<staging_dir>/<replica>/`; memory-backed is fastest. The
+    active version stays there, and a new one beside it until it is active."""
     max_update_bytes: int = Field(2**40, gt=0)
     """A version larger than this is refused."""
     group_deadline_s: float = Field(1800.0, gt=0)

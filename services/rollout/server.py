@@ -9,7 +9,8 @@ everything ──> describe: the registry's record; unready: why there should be
 import asyncio
 import contextlib
 import os
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import structlog
 from redis.asyncio import Redis
@@ -23,6 +24,7 @@ from shared.messages import JobAnnounced, WeightsAnnounced
 from shared.redis import broker_trouble
 from shared.registry import LEASE_S, Replica, ServerState, live_replicas, register, unregister
 from shared.tasks import end, wait_for_event
+from shared.weights.shard_server import Kind, ShardServer
 
 log = structlog.get_logger()
 
@@ -35,6 +37,7 @@ class RolloutServer:
         self.config = config
         self.serving: Serving | None = None
         self.paused = False
+        self.shards = ShardServer(self._find_shard, host=config.host, port=config.shards_port)
         self.changed = asyncio.Event()  # set whenever the record, the gate or the share may differ
         self.num_peers = 1  # servers that take this job's prompts, this one included
         self._current = CurrentJob(redis)
@@ -83,6 +86,7 @@ class RolloutServer:
             state=self.state,
             engine="embedded" if serving else "",
             policy_version=serving.policy_version if serving else None,
+            shards_url=self.config.url_at(self.shards.port),
         )
 
     def unready(self) -> str | None:
@@ -123,7 +127,7 @@ class RolloutServer:
 
     def known_sources(self, peers: list[Replica]) -> list[str]:
         """Addresses that weights may be pulled from."""
-        urls = [peer.url.rstrip("/") for peer in peers]
+        urls = [url.rstrip("/") for peer in peers for url in (peer.url, peer.shards_url) if url]
         return [*urls, self.serving.trainer_url.rstrip("/")] if self.serving else urls
 
     def note_change(self) -> None:
@@ -184,8 +188,14 @@ class RolloutServer:
     async def close(self) -> None:
         """End the engine. Called when all loops have ended."""
         await self._end_serving()
+        await asyncio.to_thread(self.shards.close)
 
     # ---------------------------------------------------------------- details
+
+    def _find_shard(self, version: int, kind: Kind, index: int) -> Path | Literal["coming"] | None:
+        """Weights for other servers; called in threads."""
+        serving = self.serving
+        return None if serving is None else serving.updates.find(version, kind, index)
 
     async def _adopt(self) -> None:
         announced = self._current.announced

@@ -4,32 +4,29 @@
                   └── wrong bytes, shapes, dtypes; abort; deadline ──> failed | aborted
                                                                        (the old version serves)
 
-Shards are pulled into files by threads; a pull that broke off goes on where it stopped, from the
-next source. Nothing the engine serves is touched before `activate`, and that builds the new version
-beside the old one.
+Nothing the engine serves is touched before `activate`, and that builds the new version beside the
+old one. The files of the active version stay: other servers pull from them, and the next version
+may come as changes of them.
 """
 
 import asyncio
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Literal
 
 import structlog
-import xxhash
+from prometheus_client import Histogram
 
 from services.rollout.engine.engine import Engine
+from services.rollout.staging import Stager, check_tensors
 from shared.errors import DeadlineExceeded, HttpFailed, RemoteError, TandemError, WeightsCorrupt
-from shared.http import download
-from shared.models.deepseek_v4.architecture import Architecture
-from shared.models.deepseek_v4.names import tensor_specs
 from shared.tasks import end
 from shared.telemetry import counter, gauge, histogram
-from shared.weights.manifest import MANIFEST_FILE, Manifest, ShardEntry, shard_file
+from shared.weights.manifest import MANIFEST_FILE, delta_file, shard_file
 from shared.weights.protocol import (
     BeginUpdate,
     CommitResult,
@@ -37,12 +34,10 @@ from shared.weights.protocol import (
     UpdateState,
     UpdateStatus,
 )
+from shared.weights.shard_server import Kind
+from shared.weights.stored import StoredVersion
 
 log = structlog.get_logger()
-
-_ATTEMPTS = 2  # of each source for each shard
-_SILENCE_S = 10.0  # a source that sends nothing for so long is given up
-_CHUNK_BYTES = 2**20
 
 
 class UpdateConflict(TandemError):
@@ -63,9 +58,9 @@ class Update:
 
     request: BeginUpdate
     folder: Path
+    stager: Stager
     state: UpdateState = "staging"
     error: str = ""
-    staged_bytes: int = 0
     touched_at_s: float = field(default_factory=time.monotonic)
     staging: asyncio.Task[None] | None = None
     result: CommitResult | None = None
@@ -79,11 +74,14 @@ class Update:
         return self.state in ("staging", "staged", "activating")
 
     def status(self) -> UpdateStatus:
+        progress = self.stager.progress
         return UpdateStatus(
             version=self.version,
             state=self.state,
-            staged_bytes=self.staged_bytes,
+            staged_bytes=progress.staged_bytes,
             total_bytes=self.request.manifest.num_bytes,
+            pulled_bytes=progress.pulled_bytes,
+            rebuilt_shards=progress.rebuilt_shards,
             error=self.error,
         )
 
@@ -127,7 +125,9 @@ class Updates:
                     f"{current.state}"
                 )
             self._close(current, "aborted", f"nobody asked for {self._deadline_s:g} s")
-        update = Update(request, self._folder / f"v{request.version:08d}")
+        folder = self._path(request.version)
+        base = None if active is None else StoredVersion.open(self._path(active))
+        update = Update(request, folder, Stager(request, folder, base))
         update.staging = asyncio.create_task(self._stage(update), name=f"stage {update.version}")
         self._update = update
         self._on_change()
@@ -170,19 +170,42 @@ class Updates:
         if update.state == "activating":
             raise UpdateConflict(f"version {version} is being activated")
         if update.is_open:
-            if update.staging is not None:
-                await end(update.staging)
+            await self._end_staging(update)
             self._close(update, "aborted", "aborted by request")
         return update.status()
 
+    def find(self, version: int, kind: Kind, index: int) -> Path | Literal["coming"] | None:
+        """The file of a shard for other servers; called in threads."""
+        update = self._update
+        name = shard_file(index) if kind == "shards" else delta_file(index)
+        if update is not None and update.version == version:
+            if (kind, index) in update.stager.progress.ready:
+                return update.folder / name
+            return "coming" if update.state == "staging" else None
+        path = self._path(version) / name
+        return path if version == self._engine.policy_version and path.exists() else None
+
     async def close(self) -> None:
-        if self._update is not None and self._update.staging is not None:
-            await end(self._update.staging)
+        """Leave only what an unfinished transfer has brought."""
+        if self._update is not None:
+            await self._end_staging(self._update)
+        for manifest in self._folder.glob(f"v*/{MANIFEST_FILE}"):
+            shutil.rmtree(manifest.parent, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a broken transfer is in it
+            self._folder.rmdir()
+
+    async def _end_staging(self, update: Update) -> None:
+        update.stager.progress.stopped.set()
+        if update.staging is not None:
+            await end(update.staging)
+
+    def _path(self, version: int) -> Path:
+        return self._folder / f"v{version:08d}"
 
     def _is_same(self, update: Update, request: BeginUpdate) -> bool:
         if update.version != request.version or update.state in ("failed", "aborted"):
             return False
-        if update.request.manifest != request.manifest:
+        if update.request.manifest.without_delta() != request.manifest.without_delta():
             raise UpdateConflict(f"version {request.version} came before with another manifest")
         return True
 
@@ -197,11 +220,13 @@ class Updates:
             raise ValueError(
                 f"version {request.version} comes with a manifest of {manifest.policy_version}"
             )
-        if active is not None and request.version <= active:
+        if active is not None and not (request.is_rollback or request.version > active):
             raise UpdateConflict(f"version {request.version} is not above active version {active}")
+        if request.version == active:
+            raise UpdateConflict(f"version {request.version} is active already")
         if manifest.num_bytes > self._max_bytes:
             raise ValueError(f"{manifest.num_bytes} bytes exceed {self._max_bytes}")
-        for source in request.sources:
+        for source in (*request.sources, *request.owners):
             if source.rstrip("/") not in known_sources:
                 raise ValueError(f"source {source} is no registered peer")
 
@@ -216,131 +241,49 @@ class Updates:
         if error:
             log.warning("update_ended", policy_version=update.version, state=state, error=error)
         if state == "active":
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._drop_all_but(update.folder)
         self._on_change()
 
     async def _stage(self, update: Update) -> None:
         """Everything that can be found wrong is found here, while the old version serves."""
         manifest, began_s = update.request.manifest, time.monotonic()
+        active = self._engine.policy_version
         try:
             check_tensors(manifest, self._engine.spec.arch)
-            self._drop_other_versions(update.folder)
+            self._drop_all_but(update.folder, *([] if active is None else [self._path(active)]))
             update.folder.mkdir(parents=True, exist_ok=True)
             for shard in manifest.shards:
-                await self._pull(update, shard)
+                await asyncio.to_thread(update.stager.bring, shard)
             (update.folder / MANIFEST_FILE).write_text(manifest.model_dump_json())
         except (WeightsCorrupt, HttpFailed, OSError) as err:
             self._close(update, "failed", str(err))
             return
-        update.state, update.staged_bytes = "staged", manifest.num_bytes
+        update.state = "staged"
         seconds = time.monotonic() - began_s
-        histogram("rollout_update_seconds", "Phases of a weight update.", ("phase",)).labels(
-            "stage"
-        ).observe(seconds)
-        log.info("update_staged", policy_version=update.version, seconds=seconds)
+        _phases().labels("stage").observe(seconds)
+        status = update.status()
+        log.info(
+            "update_staged",
+            policy_version=update.version,
+            seconds=seconds,
+            pulled_bytes=status.pulled_bytes,
+            rebuilt_shards=status.rebuilt_shards,
+        )
         self._on_change()
 
-    async def _pull(self, update: Update, shard: ShardEntry) -> None:
-        """One shard from the first source that has it whole; WeightsCorrupt if none has."""
-        target = update.folder / shard_file(shard.index)
-        before, failures = update.staged_bytes, []
-        for source in list(update.request.sources) * _ATTEMPTS:
-            url = f"{source.rstrip('/')}/v1/weights/{update.version}/shards/{shard.index}"
-            watching = asyncio.create_task(_follow_size(update, target, before))
-            try:
-                await asyncio.to_thread(fetch_shard, url, target, shard, update.request.manifest)
-            except (HttpFailed, WeightsCorrupt) as err:
-                failures.append(str(err))
-                log.warning("shard_refused", shard=shard.index, source=source, error=str(err))
-            else:
-                update.staged_bytes = before + shard.num_bytes
-                return
-            finally:
-                await end(watching)
-        raise WeightsCorrupt("; ".join(dict.fromkeys(failures)))
-
-    def _drop_other_versions(self, keep: Path) -> None:
+    def _drop_all_but(self, *kept: Path) -> None:
         if self._folder.exists():
             for folder in self._folder.iterdir():
-                if folder != keep:
+                if folder not in kept:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_tensors(manifest: Manifest, arch: Architecture) -> None:
-    """WeightsCorrupt unless names, shapes and dtypes are those of the architecture."""
-    specs = tensor_specs(arch)
-    found = {entry.name: entry for entry in manifest.tensors}
-    for name, spec in specs.items():
-        entry = found.get(name)
-        if entry is None:
-            raise WeightsCorrupt(f"{name}: expected {spec.dtype}{list(spec.shape)}, found none")
-        if entry.dtype != spec.dtype or tuple(entry.shape) != spec.shape:
-            expected = f"{spec.dtype}{list(spec.shape)}"
-            raise WeightsCorrupt(f"{name}: expected {expected}, found {entry.dtype}{entry.shape}")
-    for name in found:
-        if name not in specs:
-            raise WeightsCorrupt(f"{name}: the architecture has no such tensor")
-
-
-def fetch_shard(url: str, target: Path, shard: ShardEntry, manifest: Manifest) -> None:
-    """Bring a shard into its file and verify it, resuming what is there already (blocking).
-
-    Raises HttpFailed with the partial file kept, or WeightsCorrupt naming the first tensor whose
-    bytes are wrong, with the file removed.
-    """
-    offset = target.stat().st_size if target.exists() else 0
-    if offset > shard.num_bytes:
-        target.unlink()
-        offset = 0
-    if offset < shard.num_bytes:
-        checksum = download(
-            url, target, expected_bytes=shard.num_bytes, offset=offset, timeout_s=_SILENCE_S
-        ).xxh3_128
-    else:
-        target.touch()
-        checksum = _file_checksum(target)
-    wrong = _first_wrong_tensor(target, shard, manifest)
-    if checksum == shard.checksum and wrong is None:
-        return
-    target.unlink()
-    what = f"checksum of {wrong} differs" if wrong else "checksum differs"
-    raise WeightsCorrupt(f"shard {shard.index} from {url}: {what}")
-
-
-def _first_wrong_tensor(target: Path, shard: ShardEntry, manifest: Manifest) -> str | None:
-    with target.open("rb") as file:
-        for entry in manifest.tensors:
-            if entry.shard != shard.index:
-                continue
-            file.seek(entry.offset)
-            if _checksum(file, entry.num_bytes) != entry.checksum:
-                return entry.name
-    return None
-
-
-def _file_checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return _checksum(file, path.stat().st_size)
-
-
-def _checksum(file: BinaryIO, num_bytes: int) -> str:
-    digest = xxhash.xxh3_128()
-    while num_bytes > 0 and (chunk := file.read(min(_CHUNK_BYTES, num_bytes))):
-        digest.update(chunk)
-        num_bytes -= len(chunk)
-    return digest.hexdigest()
-
-
-async def _follow_size(update: Update, target: Path, before: int) -> None:
-    """Keep the progress up to date while a thread writes the file."""
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            update.staged_bytes = before + os.stat(target).st_size  # noqa: PTH116  does not wait
-        await asyncio.sleep(0.1)
+def _phases() -> Histogram:
+    return histogram("rollout_update_seconds", "Phases of a weight update.", ("phase",))
 
 
 def _observe(result: CommitResult) -> None:
-    seconds = histogram("rollout_update_seconds", "Phases of a weight update.", ("phase",))
+    seconds = _phases()
     for phase in ("pause", "load", "restore", "probe", "resume"):
         seconds.labels(phase).observe(getattr(result, f"{phase}_s"))
     gauge("rollout_policy_version", "The version that is served.").set(result.version)

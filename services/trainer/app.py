@@ -13,11 +13,13 @@ from services.trainer.dashboard.routes import router as dashboard
 from services.trainer.jobs.runner import BeginRanks, JobRunner
 from services.trainer.jobs.store import JobStore
 from services.trainer.jobs.submission import Refused
+from services.trainer.weight_routes import find_shard
 from shared.answers import answer_malformed
 from shared.http import HttpClient
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
 from shared.service import Worker, health_router
+from shared.weights.shard_server import ShardServer
 
 
 def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) -> FastAPI:
@@ -29,11 +31,22 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
         state.config = config
         state.redis = create_redis(config.redis_url, process=f"trainer-{config.name}")
         state.store = JobStore(config.runs_dir.resolve(), queue_dir=config.queue_dir)
+        state.shards = ShardServer(
+            lambda *asked: find_shard(state.runner, *asked),
+            host=config.host,
+            port=config.shards_port,
+        )
         async with HttpClient() as http:
             state.runner = JobRunner(
-                state.redis, store=state.store, config=config, http=http, begin_ranks=begin_ranks
+                state.redis,
+                store=state.store,
+                config=config,
+                http=http,
+                shards_url=config.url_at(state.shards.port),
+                begin_ranks=begin_ranks,
             )
             yield
+        await asyncio.to_thread(state.shards.close)
         state.store.close()
         await state.redis.aclose()
 
@@ -64,6 +77,7 @@ def workers(app: FastAPI, config: TrainerConfig) -> list[Worker]:
                 job_id=active.parts.job_id if active else None,
                 state="serving" if active else "idle",
                 policy_version=active.parts.publisher.current if active else None,
+                shards_url=config.url_at(app.state.shards.port),
             )
 
         await keep_registered(app.state.redis, describe, stop)

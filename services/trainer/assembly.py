@@ -54,6 +54,7 @@ def assemble(
     start_ranks: StartRanks,
     http: HttpClient,
     trainer_url: str,
+    shards_url: str,
     replica: str,
     config: ConductorConfig,
 ) -> Parts:
@@ -76,6 +77,7 @@ def assemble(
         redis,
         job_id=job_id,
         trainer_url=trainer_url,
+        shards_url=shards_url,
         store=store,
         update=job.update,
         http=http,

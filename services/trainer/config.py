@@ -32,6 +32,8 @@ class TrainerConfig(ServiceConfig):
 
     port: int = Field(8700, ge=0, le=65535)
     """TCP port to listen on."""
+    shards_port: int = Field(0, ge=0, le=65535)
+    """TCP port at which servers pull weights; 0: any free one."""
     runs_dir: Path = Path("runs")
     """One folder per job is made in it, with everything that the job leaves."""
     queue_dir: Path | None = None

@@ -41,6 +41,7 @@ class Exporter:
         self._keeper = keeper
         self._store = store
         self._books = books
+        self._with_delta = update.delta
         self._num_sequences = update.probe_sequences
         self._max_delta = update.probe_max_mean_abs_delta
         noted = books.read_note(PROBE_NOTE)
@@ -67,7 +68,8 @@ class Exporter:
     async def export(self, version: int) -> None:
         """Write what the ranks hold as `version`."""
         path = await asyncio.to_thread(self._store.fresh_path, version)
-        await self._keeper.export(version, path)
+        base = self._store.newest_whole() if self._with_delta else None
+        await self._keeper.export(version, path, None if base is None else self._store.path(base))
         await self._score_probe(version)
 
     async def make_sure(self, version: int) -> bool:

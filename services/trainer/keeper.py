@@ -80,9 +80,11 @@ class RankKeeper:
         self._restarts = 0
         return result
 
-    async def export(self, policy_version: int, path: Path) -> dict[str, Any]:
+    async def export(
+        self, policy_version: int, path: Path, base: Path | None = None
+    ) -> dict[str, Any]:
         async with self._turn:
-            return await self._insist(lambda ranks: ranks.export(policy_version, path))
+            return await self._insist(lambda ranks: ranks.export(policy_version, path, base))
 
     async def score(
         self,

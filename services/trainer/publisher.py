@@ -5,9 +5,9 @@
                     └────────────────────────────────────────────────────────────────────────┘
 
 One mechanism for new versions, late joiners, restarted servers and servers released from a hold:
-the target of a server is the version it is held at, or else the current one. Servers are updated
-in parallel; a slow or dead one costs the others nothing. The first commit of a version goes alone
-(the canary): a version that no server accepts reaches no server.
+the target of a server is the version it is held at, or else the one rolled back to, or else the
+current one. Servers are updated in parallel; a slow or dead one costs the others nothing. The first
+commit of a version goes alone (the canary): a version that no server accepts reaches no server.
 """
 
 import asyncio
@@ -19,12 +19,13 @@ from prometheus_client import Counter
 from redis.asyncio import Redis
 
 from services.trainer.events import EventLog, EventMaker
+from services.trainer.fanout import Fanout
 from services.trainer.servers import MAX_REFUSALS, Server
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.transactions import Transaction, UpdateFailed, is_refusal
 from services.trainer.versions import VersionStore
 from shared import topology
-from shared.errors import DeadlineExceeded, HttpFailed, TandemError
+from shared.errors import DeadlineExceeded, HttpFailed, TandemError, WeightsCorrupt
 from shared.http import HttpClient
 from shared.job import UpdateSection
 from shared.messages import WeightsAnnounced
@@ -32,7 +33,7 @@ from shared.registry import Replica, live_replicas
 from shared.tasks import end, wait_for_event
 from shared.telemetry import counter, gauge, now_s
 from shared.weights.manifest import Manifest
-from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate
+from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
 
 log = structlog.get_logger()
 NOT_READY = ("idle", "starting", "stopped")
@@ -49,6 +50,7 @@ class Publisher:
         *,
         job_id: str,
         trainer_url: str,
+        shards_url: str,
         store: VersionStore,
         update: UpdateSection,
         http: HttpClient,
@@ -60,6 +62,7 @@ class Publisher:
         interval_s: float = 0.3,
     ) -> None:
         self.current: int | None = None
+        self.rolled_back_to: int | None = None
         self._redis = redis
         self._job_id = job_id
         self._trainer_url = trainer_url
@@ -71,6 +74,7 @@ class Publisher:
         self._holds = holds
         self._canary = canary
         self._interval_s = interval_s
+        self._fanout = Fanout(shards_url, max_sends=update.max_sends)
         self._servers: dict[str, Server] = {}
         self._slots = asyncio.Semaphore(max_parallel)
         self._first_commit = asyncio.Lock()
@@ -87,13 +91,27 @@ class Publisher:
         await self.announce()
         self.reconsider()
 
+    @property
+    def target(self) -> int | None:
+        """What servers that are not held are to serve."""
+        return self.current if self.rolled_back_to is None else self.rolled_back_to
+
+    async def roll_back(self, version: int | None) -> None:
+        """Have every free server serve an older version again, under its own number.
+
+        None ends it: back to the current one.
+        """
+        self.rolled_back_to = version
+        await self.announce()
+        self.reconsider()
+
     async def announce(self) -> None:
-        """Write the current version where late joiners and servers look."""
-        if self.current is None:
+        """Write the version to serve where late joiners and servers look."""
+        if self.target is None:
             return
         body = WeightsAnnounced(
             job_id=self._job_id,
-            policy_version=self.current,
+            policy_version=self.target,
             trainer_url=self._trainer_url,
             published_at_s=now_s(),
         )
@@ -156,7 +174,7 @@ class Publisher:
             await self._forget(name)
         for name, replica in mine.items():
             server = await self._known(replica)
-            target = self._holds().get(name, self.current)
+            target = self._holds().get(name, self.target)
             if target is None or server.version == target or server.is_updating:
                 continue
             if not server.is_quarantined and self._store.manifest(target) is not None:
@@ -164,7 +182,7 @@ class Publisher:
                 server.task = asyncio.create_task(
                     self._bring(server, target), name=f"update {name}"
                 )
-        self._delete_unneeded()
+        await self._tidy()
         self._check_refusals()
 
     def _check_refusals(self) -> None:
@@ -191,21 +209,23 @@ class Publisher:
 
     async def _forget(self, name: str) -> None:
         if gone := self._servers.pop(name, None):
+            self._fanout.forget_server(name)
             self._moved.set()
             if gone.task:
                 await end(gone.task)
 
-    def _delete_unneeded(self) -> None:
-        """Versions that are current, held, or being read by a server stay."""
+    async def _tidy(self) -> None:
+        """Versions that are current, held, or being read by a server stay whole."""
         if self.current is None:
             return
-        needed = {self.current, *self._holds().values()}
-        needed |= {
-            one.updating_to
-            for one in self._servers.values()
-            if one.updating_to is not None and one.is_updating
-        }
-        gone = self._store.delete_all_but(needed, keep_last=self._update.keep_versions)
+        targets = {self.current, self.target, *self._holds().values()}
+        targets |= {one.updating_to for one in self._servers.values() if one.is_updating}
+        needed = {one for one in targets if one is not None}
+        update = self._update
+        gone = await asyncio.to_thread(
+            self._store.tidy, needed, keep_last=update.keep_versions, keep_bytes=update.keep_bytes
+        )
+        self._fanout.keep_only(needed)
         if gone:
             log.info("versions_deleted", policy_versions=gone)
 
@@ -215,6 +235,8 @@ class Publisher:
         update = Transaction(self._http, server_url=server.record.url, deadline_s=deadline_s)
         try:
             async with self._slots:
+                if not self._store.is_whole(version):
+                    await asyncio.to_thread(self._store.restore, version)
                 manifest = self._store.manifest(version)
                 if manifest is None:
                     return  # deleted meanwhile: it is no target any more
@@ -222,35 +244,56 @@ class Publisher:
                     self._note_served(server, version)
                     return
                 watch = Stopwatch()
+                begin = self._begin(server, manifest)
                 with watch.part("stage_s"):
-                    await update.stage(self._begin(manifest))
-                result = await self._commit(update, version)
-        except (HttpFailed, UpdateFailed, DeadlineExceeded) as err:
+                    staged = await update.stage(begin)
+                with watch.part("commit_s"):
+                    result = await self._commit(update, version)
+        except (HttpFailed, UpdateFailed, DeadlineExceeded, WeightsCorrupt) as err:
             await update.abort(version)
+            self._fanout.note_failed(version, server.name)
             self._note_failed(server, version, err)
         else:
+            self._fanout.note_served(version, server.name)
             self._note_served(server, version)
-            self._note_committed(server, manifest, watch, result)
+            self._note_committed(server, begin, staged, watch, result)
 
-    def _begin(self, manifest: Manifest) -> BeginUpdate:
+    def _begin(self, server: Server, manifest: Manifest) -> BeginUpdate:
+        """As changes if the server has what they are changes of."""
+        version, served = manifest.policy_version, server.version
+        as_changes = manifest.delta is not None and manifest.delta.base_version == served
+        url = server.record.shards_url
         return BeginUpdate(
             job_id=self._job_id,
-            version=manifest.policy_version,
-            manifest=manifest,
-            sources=[self._trainer_url],
+            version=version,
+            base_version=served if as_changes else None,
+            manifest=manifest if as_changes else manifest.without_delta(),
+            sources=self._fanout.sources(version, server.name, url, as_changes=as_changes),
+            is_rollback=served is not None and served > version,
         )
 
     async def _commit(self, update: Transaction, version: int) -> CommitResult:
         """Activate. As long as no server has accepted the version they try one at a time."""
-        probe = self._store.probe(version)
-        commit = CommitUpdate(pause_mode=self._update.pause_mode, probe=probe)
         if self._canary and version not in self._accepted:
             async with self._first_commit:
                 if version not in self._accepted:
-                    result = await update.commit(version, commit)
+                    result = await self._commit_now(update, version)
                     self._accepted.add(version)
                     return result
-        return await update.commit(version, commit)
+        return await self._commit_now(update, version)
+
+    async def _commit_now(self, update: Transaction, version: int) -> CommitResult:
+        """Every server must come to the effective checksum of the first."""
+        expected = self._store.effective(version)
+        commit = CommitUpdate(
+            pause_mode=self._update.pause_mode,
+            probe=self._store.probe(version),
+            effective_checksum=expected,
+        )
+        result = await update.commit(version, commit)
+        if expected is None:
+            self._store.keep_effective(version, result.effective_checksum)
+        return result
 
     def _note_served(self, server: Server, version: int) -> None:
         self._accepted.add(version)
@@ -258,15 +301,29 @@ class Publisher:
         self._moved.set()
 
     def _note_committed(
-        self, server: Server, manifest: Manifest, watch: Stopwatch, result: CommitResult
+        self,
+        server: Server,
+        begin: BeginUpdate,
+        staged: UpdateStatus,
+        watch: Stopwatch,
+        result: CommitResult,
     ) -> None:
+        manifest = begin.manifest
         updates_total().labels("committed").inc()
+        pulled = counter("trainer_update_bytes_total", "That servers pulled.", ("kind",))
+        pulled.labels("full" if begin.base_version is None else "delta").inc(staged.pulled_bytes)
         self._record.note(
             self._events(
                 "update_committed",
                 server=server.name,
                 policy_version=manifest.policy_version,
+                base_version=begin.base_version,
+                is_rollback=begin.is_rollback,
                 bytes=manifest.num_bytes,
+                pulled_bytes=staged.pulled_bytes,
+                rebuilt_shards=staged.rebuilt_shards,
+                num_shards=len(manifest.shards),
+                began_at_s=now_s() - watch.total_s,
                 seconds=watch.total_s,
                 **watch.parts,
                 **result.model_dump(exclude={"version"}),

@@ -61,7 +61,9 @@ class RankSet(Protocol):
 
     async def load(self, path: Path) -> int: ...
     async def train_step(self, batch: bytes) -> dict[str, Any]: ...
-    async def export(self, policy_version: int, path: Path) -> dict[str, Any]: ...
+    async def export(
+        self, policy_version: int, path: Path, base: Path | None = None
+    ) -> dict[str, Any]: ...
     async def save(self, step: int, path: Path) -> dict[str, Any]: ...
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float
@@ -113,9 +115,18 @@ class Ranks:
         """Take the step of a packed `TrainingBatch`; raises `Rejected` if the ranks refuse it."""
         return await self._ask("train_step", {"batch": batch}, self._deadlines.step_s)
 
-    async def export(self, policy_version: int, path: Path) -> dict[str, Any]:
-        """Write the weights as they are now as version `policy_version` into `path`."""
-        what = {"policy_version": policy_version, "path": str(path)}
+    async def export(
+        self, policy_version: int, path: Path, base: Path | None = None
+    ) -> dict[str, Any]:
+        """Write the weights as they are now as version `policy_version` into `path`.
+
+        With what changed since the version in the directory `base`.
+        """
+        what = {
+            "policy_version": policy_version,
+            "path": str(path),
+            "base": None if base is None else str(base),
+        }
         return await self._ask("export", what, self._deadlines.export_s)
 
     async def save(self, step: int, path: Path) -> dict[str, Any]:

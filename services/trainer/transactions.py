@@ -39,7 +39,7 @@ class Transaction:
         info = _read(_Info, answer)
         return info.policy_version == version and info.job_id in (None, job_id)
 
-    async def stage(self, begin: BeginUpdate) -> None:
+    async def stage(self, begin: BeginUpdate) -> UpdateStatus:
         """Have the server pull and verify the shards; its old version serves meanwhile."""
         ends_s = time.monotonic() + self._deadline_s
         updates = f"{self._url}/v1/weights/updates"
@@ -56,6 +56,7 @@ class Transaction:
             await asyncio.sleep(POLL_S)
             answer = await self._http.get(f"{updates}/{begin.version}", timeout_s=CALL_S)
             status = _read(UpdateStatus, answer)
+        return status
 
     async def commit(self, version: int, commit: CommitUpdate) -> CommitResult:
         """Activate what is staged; on any error the previous version serves."""

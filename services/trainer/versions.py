@@ -1,24 +1,53 @@
 """The published versions of one run, as directories; one without a manifest is unfinished.
 
 weights/v00000003/{shard-00000.bin, ..., manifest.json}   written by the ranks, manifest last
-                  probe.json                              beside it, written by the conductor
+                  {delta-00000.bin, ...}                  what changed since the version before
+                  probe.json, effective.txt               beside it, written by the conductor
+                  changes_only                            its shards are gone: rebuild them first
+
+The last versions can be served again. Those that nobody needs now are kept as changes alone, at
+most MAX_CHAIN of them on one whole version; what a kept version is rebuilt from is kept with it.
 """
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from shared.weights.manifest import MANIFEST_FILE, Manifest, shard_file
+import numpy as np
+
+from shared.errors import WeightsCorrupt
+from shared.weights.manifest import MANIFEST_FILE, Manifest, delta_file, shard_file
 from shared.weights.protocol import Probe
+from shared.weights.shard_server import Kind
+from shared.weights.stored import StoredVersion, rebuild_shard
 
 PROBE_FILE = "probe.json"
+EFFECTIVE_FILE = "effective.txt"
+CHANGES_ONLY = "changes_only"
+MAX_CHAIN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSize:
+    """One version as it lies there."""
+
+    policy_version: int
+    is_whole: bool
+    stored_bytes: int
+    base_version: int | None  # of its changes
+    effective_checksum: str | None  # None before a server has served it
 
 
 class VersionStore:
     def __init__(self, run_dir: Path) -> None:
         self._root = run_dir / "weights"
         self._root.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()  # of what changes a finished version
+        self._bases: dict[int, int | None] = {}
+        self._tidied: object = None
 
     def path(self, version: int) -> Path:
         return self._root / f"v{version:08d}"
@@ -28,6 +57,7 @@ class VersionStore:
         path = self.path(version)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
+        self._bases.pop(version, None)
         return path
 
     @contextlib.contextmanager
@@ -54,30 +84,156 @@ class VersionStore:
         path = self.path(version) / MANIFEST_FILE
         return Manifest.model_validate_json(path.read_bytes()) if path.exists() else None
 
-    def shard(self, version: int, index: int) -> Path | None:
-        path = self.path(version) / shard_file(index)
+    def is_whole(self, version: int) -> bool:
+        """Whether its shards can be pulled as they are."""
+        path = self.path(version)
+        return (path / MANIFEST_FILE).exists() and not (path / CHANGES_ONLY).exists()
+
+    def newest_whole(self) -> int | None:
+        """What the next version's changes are made against."""
+        return max((one for one in self.versions() if self.is_whole(one)), default=None)
+
+    def file(self, version: int, kind: Kind, index: int) -> Path | None:
+        """A file of a finished version."""
+        name = shard_file(index) if kind == "shards" else delta_file(index)
+        path = self.path(version) / name
         finished = (self.path(version) / MANIFEST_FILE).exists()
         return path if finished and path.exists() else None
 
     def keep_probe(self, version: int, probe: Probe) -> None:
-        path = self.path(version) / PROBE_FILE
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(probe.model_dump_json())
-        scratch.replace(path)
+        self._keep(version, PROBE_FILE, probe.model_dump_json())
 
     def probe(self, version: int) -> Probe | None:
         path = self.path(version) / PROBE_FILE
         return Probe.model_validate_json(path.read_bytes()) if path.exists() else None
 
-    def delete_all_but(self, needed: Iterable[int], *, keep_last: int) -> list[int]:
-        """Delete versions that are neither needed nor among the newest; which they were."""
-        versions = self.versions()
-        kept = {*needed, *versions[-keep_last:]}
-        gone = [version for version in versions if version not in kept]
-        for version in gone:
-            (self.path(version) / MANIFEST_FILE).unlink()  # first: it is not offered any more
-            shutil.rmtree(self.path(version))
-        return gone
+    def keep_effective(self, version: int, checksum: str) -> None:
+        """What the first server that serves it computes with; every other must have the same."""
+        self._keep(version, EFFECTIVE_FILE, checksum)
+
+    def effective(self, version: int) -> str | None:
+        path = self.path(version) / EFFECTIVE_FILE
+        return path.read_text() if path.exists() else None
+
+    def describe(self) -> list[StoredSize]:
+        """Every version that can be served, oldest first."""
+        return [
+            StoredSize(v, self.is_whole(v), self._bytes(v), self._base(v), self.effective(v))
+            for v in self.versions()
+        ]
+
+    def restore(self, version: int) -> None:
+        """Have the shards of a finished version again; WeightsCorrupt if they come out otherwise.
+
+        Blocking: reads the whole version that it is based on, and all changes since.
+        """
+        with self._lock:
+            chain = self._chain(version)
+            for one in reversed(chain):
+                self._rebuild(one)
+            for one in chain:
+                if one != version:
+                    self._keep_changes_only(one)
+            (self.path(version) / CHANGES_ONLY).unlink(missing_ok=True)
+
+    def tidy(self, needed: Iterable[int], *, keep_last: int, keep_bytes: int) -> list[int]:
+        """Keep the newest versions small and within their bytes; which were deleted.
+
+        Those in `needed` stay whole whatever they take.
+        """
+        with self._lock:
+            versions, whole = self.versions(), frozenset(needed)
+            if self._tidied == (versions, whole):
+                return []
+            self._shrink(versions, whole)
+            kept = self._kept(versions, whole, keep_last, keep_bytes)
+            gone = [one for one in versions if one not in kept]
+            for one in gone:
+                (self.path(one) / MANIFEST_FILE).unlink()  # first: it is not offered any more
+                shutil.rmtree(self.path(one))
+                self._bases.pop(one, None)
+            self._tidied = ([one for one in versions if one not in gone], whole)
+            return gone
+
+    def _shrink(self, versions: list[int], needed: frozenset[int]) -> None:
+        depth: dict[int, int] = {}
+        for one in versions:
+            base = self._base(one)
+            below = depth.get(base, MAX_CHAIN) if base is not None else MAX_CHAIN
+            if one in needed or one == versions[-1] or (below >= MAX_CHAIN and self.is_whole(one)):
+                depth[one] = 0
+            else:
+                depth[one] = below + 1
+                self._keep_changes_only(one)
+
+    def _kept(
+        self, versions: list[int], needed: frozenset[int], keep_last: int, keep_bytes: int
+    ) -> set[int]:
+        sizes = {one: self._bytes(one) for one in versions}
+        window = versions[-keep_last:]
+        while True:
+            kept: set[int] = set()
+            for one in {*window, *needed} & {*versions}:
+                kept |= {one, *self._chain(one), *self._foundation(one)}
+            spare = [one for one in window if one not in needed and one != versions[-1]]
+            if not spare or sum(sizes[one] for one in kept) <= keep_bytes:
+                return kept
+            window = [one for one in window if one != spare[0]]
+
+    def _chain(self, version: int) -> list[int]:
+        """Versions to rebuild for `version`, itself first; none if it is whole."""
+        chain: list[int] = []
+        at: int | None = version
+        while at is not None and not self.is_whole(at):
+            if not (self.path(at) / MANIFEST_FILE).exists():
+                raise WeightsCorrupt(f"version {version} is built on version {at}, which is gone")
+            chain.append(at)
+            at = self._base(at)
+        return chain
+
+    def _foundation(self, version: int) -> list[int]:
+        """The whole version that the chain ends on."""
+        chain = self._chain(version)
+        base = self._base(chain[-1]) if chain else None
+        return [] if base is None else [base]
+
+    def _rebuild(self, version: int) -> None:
+        manifest = self.manifest(version)
+        assert manifest is not None
+        assert manifest.delta is not None
+        path = self.path(version)
+        base = StoredVersion.open(self.path(manifest.delta.base_version))
+        if base is None:
+            raise WeightsCorrupt(f"version {version}: its base is gone")
+        for index in range(len(manifest.shards)):
+            target = path / shard_file(index)
+            if not target.exists():
+                changes = np.fromfile(path / delta_file(index), np.uint8)
+                scratch = target.with_suffix(".tmp")
+                rebuild_shard(base, manifest, index, changes).tofile(scratch)
+                scratch.rename(target)
+
+    def _keep_changes_only(self, version: int) -> None:
+        path = self.path(version)
+        (path / CHANGES_ONLY).touch()
+        for changes in path.glob("delta-*.bin"):
+            (path / changes.name.replace("delta-", "shard-")).unlink(missing_ok=True)
+
+    def _base(self, version: int) -> int | None:
+        if version not in self._bases:
+            manifest = self.manifest(version)
+            delta = None if manifest is None else manifest.delta
+            self._bases[version] = None if delta is None else delta.base_version
+        return self._bases[version]
+
+    def _bytes(self, version: int) -> int:
+        return sum(file.stat().st_size for file in self.path(version).iterdir())
+
+    def _keep(self, version: int, name: str, text: str) -> None:
+        path = self.path(version) / name
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(text)
+        scratch.replace(path)
 
 
 def _checksums(manifest: Manifest) -> dict[str, str]:

@@ -44,13 +44,31 @@ class Probe(_Strict):
 
 
 class BeginUpdate(_Strict):
-    """POST /v1/weights/updates -> 202. The same version again is the same update."""
+    """POST /v1/weights/updates -> 202. The same version again is the same update.
+
+    A server that holds `base_version` may pull the manifest's delta instead of whole shards; where
+    that is not possible or comes to other bytes it pulls the shard by itself.
+    """
 
     job_id: str
     version: int = Field(ge=0)
     base_version: int | None = None
     manifest: Manifest
-    sources: list[str] = Field(min_length=1, description="base URLs of registered peers")
+    sources: list[str] = Field(
+        description="base URLs of registered peers that may have any shard, in the order to ask"
+    )
+    owners: list[str] = Field(
+        default_factory=list,
+        description="base URL of the node of each part; asked after `sources` for its shards",
+    )
+    is_rollback: bool = Field(False, description="serve an older version than the active one")
+
+    @model_validator(mode="after")
+    def _every_shard_has_a_source(self) -> Self:
+        parts = max((shard.part for shard in self.manifest.shards), default=0) + 1
+        if not self.sources and len(self.owners) < parts:
+            raise ValueError(f"no sources, and {len(self.owners)} owners of {parts} parts")
+        return self
 
 
 class CommitUpdate(_Strict):
@@ -58,6 +76,9 @@ class CommitUpdate(_Strict):
 
     pause_mode: PauseMode = "in_place"
     probe: Probe | None = None
+    effective_checksum: Checksum | None = Field(
+        None, description="of another server with this version; one that differs is refused"
+    )
 
 
 class UpdateStatus(_Strict):
@@ -67,6 +88,8 @@ class UpdateStatus(_Strict):
     state: UpdateState
     staged_bytes: int = 0
     total_bytes: int = 0
+    pulled_bytes: int = Field(0, description="that came over the wire")
+    rebuilt_shards: int = Field(0, description="that were made from the base and what changed")
     error: str = ""
 
 

@@ -123,7 +123,9 @@ class FakeRanks:
         self.history.append((self.step, unpacked.group_ids))
         return {"delta_logprob_mean": self.drift, "loss": 0.5, "seconds": {"optimizer": 0.0}}
 
-    async def export(self, policy_version: int, path: Path) -> dict[str, Any]:
+    async def export(
+        self, policy_version: int, path: Path, base: Path | None = None
+    ) -> dict[str, Any]:
         self._fault(f"export:{policy_version}")
         digest = xxhash.xxh3_128(self.weights).hexdigest()
         (path / shard_file(0)).write_bytes(self.weights)
@@ -418,6 +420,7 @@ class World:
             start_ranks=start_ranks,
             http=HttpClient(attempts=1, transport=_ToServers(self)),
             trainer_url="http://trainer",
+            shards_url="http://trainer-shards",
             replica="trainer-0",
             config=self.config,
         )

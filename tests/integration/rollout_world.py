@@ -32,7 +32,14 @@ from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import quantise_tensor, write_release
 from shared.quant.policy import POLICIES
 from shared.streams import announce, entries_of
-from shared.weights.manifest import MANIFEST_FILE, Manifest, ShardEntry, TensorEntry, shard_file
+from shared.weights.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ShardEntry,
+    TensorEntry,
+    delta_file,
+    shard_file,
+)
 from shared.weights.protocol import Probe, ProbeSequence
 from tests.tiny_deepseek_v4 import DEMO, random_weights
 
@@ -105,6 +112,7 @@ class Trainer:
     cut_after: dict[int, int] = field(default_factory=dict)  # shard -> bytes, then hang up, once
     answering: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: it stalls
     requests: list[tuple[int, int, int]] = field(default_factory=list)  # version, shard, offset
+    kinds: list[str] = field(default_factory=list)  # of the requests: shards, deltas
     url: str = ""
 
     def manifest(self, version: int) -> Manifest:
@@ -113,14 +121,16 @@ class Trainer:
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            _, _, _, version, _, shard = head.split()[1].split("/")
+            _, _, _, version, kind, shard = head.split()[1].split("/")
             offset = 0
             for line in head.splitlines():
                 if line.lower().startswith("range: bytes="):
                     offset = int(line.split("=")[1].rstrip("-"))
             self.requests.append((int(version), int(shard), offset))
+            self.kinds.append(kind)
             await self.answering.wait()
-            body = (self.versions[int(version)] / shard_file(int(shard))).read_bytes()
+            name = shard_file(int(shard)) if kind == "shards" else delta_file(int(shard))
+            body = (self.versions[int(version)] / name).read_bytes()
             body = self.spoil(int(version), int(shard), body)[offset:]
             status = "206 Partial Content" if offset else "200 OK"
             writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode())

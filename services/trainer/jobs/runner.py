@@ -44,6 +44,7 @@ class JobRunner:
         store: JobStore,
         config: TrainerConfig,
         http: HttpClient,
+        shards_url: str,
         begin_ranks: BeginRanks | None = None,
     ) -> None:
         self.active: Conductor | None = None
@@ -51,6 +52,7 @@ class JobRunner:
         self._store = store
         self._config = config
         self._http = http
+        self._shards_url = shards_url
         self._begin_ranks = begin_ranks or self._torchrun
         self._wake = asyncio.Event()
 
@@ -99,6 +101,7 @@ class JobRunner:
             start_ranks=self._begin_ranks(job, run_dir),
             http=self._http,
             trainer_url=self._config.url,
+            shards_url=self._shards_url,
             replica=self._config.name,
             config=self._config.conductor,
         )

@@ -1,8 +1,24 @@
 from pathlib import Path
 
-from services.trainer.versions import VersionStore
-from shared.weights.manifest import MANIFEST_FILE, Manifest, ShardEntry, TensorEntry, shard_file
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.shard_writer import ShardWriter
+from services.trainer.versions import MAX_CHAIN, VersionStore
+from shared.errors import WeightsCorrupt
+from shared.weights.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ShardEntry,
+    TensorEntry,
+    delta_file,
+    shard_file,
+)
 from shared.weights.protocol import Probe
+from shared.weights.stored import StoredVersion
+
+SIZE = 20_000
 
 
 def write(path: Path, version: int, *, digit: str = "0") -> None:
@@ -22,12 +38,12 @@ def test_unfinished_version_is_not_offered(tmp_path: Path) -> None:
     path = store.fresh_path(3)
     (path / shard_file(0)).write_bytes(b"abcd")
     assert store.manifest(3) is None
-    assert store.shard(3, 0) is None
+    assert store.file(3, "shards", 0) is None
     assert store.versions() == []
     write(path, 3)
     assert store.manifest(3).policy_version == 3
-    assert store.shard(3, 0).read_bytes() == b"abcd"
-    assert store.shard(3, 1) is None
+    assert store.file(3, "shards", 0).read_bytes() == b"abcd"
+    assert store.file(3, "shards", 1) is None
     assert not any(store.fresh_path(3).iterdir())
 
 
@@ -35,9 +51,92 @@ def test_versions_that_somebody_needs_are_kept(tmp_path: Path) -> None:
     store = VersionStore(tmp_path)
     for version in range(12):
         write(store.path(version), version)
-    assert store.delete_all_but({4, 11}, keep_last=2) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert tidy(store, {4, 11}, keep_last=2) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
     assert store.versions() == [4, 10, 11]
-    assert store.delete_all_but({11}, keep_last=1) == [4, 10]
+    assert tidy(store, {11}, keep_last=1) == [4, 10]
+
+
+def tidy(
+    store: VersionStore, needed: set[int], *, keep_last: int, keep_bytes: int = 2**40
+) -> list[int]:
+    return store.tidy(needed, keep_last=keep_last, keep_bytes=keep_bytes)
+
+
+def publish(store: VersionStore, version: int) -> bytes:
+    """A version of which a twentieth has changed since the one before; its bytes."""
+    generator = np.random.default_rng(0)
+    raw = generator.integers(0, 256, SIZE, dtype=np.uint8)
+    for step in range(1, version + 1):
+        raw[np.random.default_rng(step).integers(0, SIZE, SIZE // 20)] += 1
+    base = store.newest_whole()
+    tensor = torch.from_numpy(raw).view(torch.int8)
+    path = store.fresh_path(version)
+    writer = ShardWriter(
+        path, SIZE, base=None if base is None else StoredVersion.open(store.path(base))
+    )
+    writer.add({"w": tensor})
+    writer.close_shard()
+    manifest = Manifest(
+        job_id="j",
+        policy_version=version,
+        shards=writer.shards,
+        tensors=writer.tensors,
+        delta=writer.delta(),
+    )
+    (path / MANIFEST_FILE).write_text(manifest.model_dump_json())
+    return raw.tobytes()
+
+
+def test_any_of_the_last_fifty_can_be_had_again_to_the_byte(tmp_path: Path) -> None:
+    store, contents = VersionStore(tmp_path), {}
+    for version in range(60):
+        contents[version] = publish(store, version)
+        tidy(store, {version}, keep_last=50)
+    kept = store.versions()
+    assert set(range(10, 60)) <= set(kept)
+    assert min(kept) >= 10 - MAX_CHAIN
+    whole = [version for version in kept if store.is_whole(version)]
+    assert len(whole) <= 2 + 50 / MAX_CHAIN
+    assert sum(one.stored_bytes for one in store.describe()) < 0.35 * 50 * SIZE
+    for version in (10, 17, 33, 58, 59):
+        store.restore(version)
+        assert store.is_whole(version)
+        path = store.file(version, "shards", 0)
+        assert path is not None
+        assert path.read_bytes() == contents[version]
+    again = VersionStore(tmp_path)  # as a new process finds it
+    tidy(again, {59, 33}, keep_last=50)
+    assert again.is_whole(33)
+    assert not again.is_whole(34)
+    assert again.versions() == kept
+
+
+def test_the_oldest_go_when_all_take_too_many_bytes(tmp_path: Path) -> None:
+    store = VersionStore(tmp_path)
+    for version in range(30):
+        publish(store, version)
+        tidy(store, {version, 3}, keep_last=50, keep_bytes=4 * SIZE)
+    sizes = {one.policy_version: one.stored_bytes for one in store.describe()}
+    assert sum(sizes.values()) <= 4 * SIZE
+    assert {3, 29} < set(sizes)
+    assert 4 not in sizes
+    store.restore(28)
+    tidy(store, {29}, keep_last=50, keep_bytes=0)
+    assert store.versions() == [29]
+
+
+def test_a_damaged_change_is_found_when_a_version_is_restored(tmp_path: Path) -> None:
+    store = VersionStore(tmp_path)
+    for version in range(4):
+        publish(store, version)
+        tidy(store, {version}, keep_last=50)
+    file = store.path(1) / delta_file(0)
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(WeightsCorrupt):
+        store.restore(2)
+    assert not store.is_whole(2)
 
 
 def test_probe_lies_beside_its_version(tmp_path: Path) -> None:

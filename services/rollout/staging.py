@@ -1,0 +1,201 @@
+"""The bytes of a version into a folder: pulled from peers, or rebuilt from a base, and verified.
+
+Each shard by itself: whole already ──> kept; base and delta at hand ──> pulled as changes, rebuilt,
+verified; anything else, or a result with another checksum ──> pulled whole. A pull that broke off
+goes on where it stopped, at the next source. Blocking code for threads.
+"""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import structlog
+import xxhash
+
+from shared.errors import HttpFailed, WeightsCorrupt
+from shared.http import download
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.models.deepseek_v4.names import tensor_specs
+from shared.weights.manifest import Manifest, ShardEntry, delta_file, shard_file
+from shared.weights.protocol import BeginUpdate
+from shared.weights.shard_server import Kind
+from shared.weights.stored import StoredVersion, rebuild_shard
+
+log = structlog.get_logger()
+
+_ATTEMPTS = 2  # of each source for each file
+SILENCE_S = 10.0  # a source that sends nothing for so long is given up
+_COMING_S = 0.02  # pause before a peer is asked again for what is on its way to it
+_CHUNK_BYTES = 2**20
+_NOT_YET = 503
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has arrived; `ready` may be passed on to others."""
+
+    staged_bytes: int = 0
+    pulled_bytes: int = 0
+    rebuilt_shards: int = 0
+    current: Path | None = None  # the file that is being pulled
+    ready: set[tuple[Kind, int]] = field(default_factory=set)
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+
+class Stager:
+    """Brings one version into `folder`; `base` is a version that is there whole, or None."""
+
+    def __init__(self, request: BeginUpdate, folder: Path, base: StoredVersion | None) -> None:
+        self.progress = Progress()
+        self._request = request
+        self._manifest = request.manifest
+        self._folder = folder
+        self._base = _usable(base, request)
+        self._failed: dict[str, int] = {}  # source -> how often
+
+    def bring(self, shard: ShardEntry) -> None:
+        """Have the shard's file in the folder, verified. WeightsCorrupt if no source has it."""
+        target = self._folder / shard_file(shard.index)
+        is_here = target.exists() and target.stat().st_size == shard.num_bytes
+        is_right = is_here and _file_checksum(target) == shard.checksum
+        if not is_right and not self._rebuilt(shard, target):
+            self._pull("shards", shard, target, shard.num_bytes, shard.checksum)
+        self.progress.staged_bytes += shard.num_bytes
+        self.progress.ready.add(("shards", shard.index))
+
+    def _rebuilt(self, shard: ShardEntry, target: Path) -> bool:
+        """Whether the shard could be made of the base and what changed."""
+        delta = self._manifest.delta
+        changes = None if delta is None else delta.shards[shard.index]
+        if self._base is None or changes is None or target.exists():
+            return False
+        file = self._folder / delta_file(shard.index)
+        try:
+            self._pull("deltas", shard, file, changes.num_bytes, changes.checksum)
+            raw = np.fromfile(file, np.uint8)
+            rebuilt = rebuild_shard(self._base, self._manifest, shard.index, raw)
+        except WeightsCorrupt as err:
+            file.unlink(missing_ok=True)
+            log.warning("delta_refused", shard=shard.index, error=str(err))
+            return False
+        scratch = target.with_suffix(".tmp")
+        rebuilt.tofile(scratch)
+        scratch.rename(target)
+        self.progress.rebuilt_shards += 1
+        self.progress.ready.add(("deltas", shard.index))
+        return True
+
+    def _pull(
+        self, kind: Kind, shard: ShardEntry, target: Path, num_bytes: int, checksum: str
+    ) -> None:
+        """A file from the first source that has it right. One that failed is asked last."""
+        failures: list[str] = []
+        self.progress.current = target
+        for source in self._sources(shard) * _ATTEMPTS:
+            url = f"{source.rstrip('/')}/v1/weights/{self._request.version}/{kind}/{shard.index}"
+            try:
+                found = self._fetch(url, target, num_bytes)
+                if found != checksum:
+                    raise _wrong_bytes(kind, url, target, shard, self._manifest)
+            except (HttpFailed, WeightsCorrupt) as err:
+                failures.append(str(err))
+                self._failed[source] = self._failed.get(source, 0) + 1
+                log.warning("shard_refused", kind=kind, shard=shard.index, url=url, error=str(err))
+            else:
+                self.progress.current = None
+                return
+        raise WeightsCorrupt("; ".join(dict.fromkeys(failures)))
+
+    def _sources(self, shard: ShardEntry) -> list[str]:
+        owner = self._request.owners[shard.part : shard.part + 1]
+        return sorted([*self._request.sources, *owner], key=lambda one: self._failed.get(one, 0))
+
+    def _fetch(self, url: str, target: Path, num_bytes: int) -> str:
+        """The checksum of the file; resumes, and waits while the source itself is sent it."""
+        gives_up_s = time.monotonic() + SILENCE_S
+        while True:
+            offset = target.stat().st_size if target.exists() else 0
+            if offset > num_bytes:
+                target.unlink()
+                offset = 0
+            if offset == num_bytes:
+                target.touch()
+                return _file_checksum(target)
+            try:
+                found = download(
+                    url, target, expected_bytes=num_bytes, offset=offset, timeout_s=SILENCE_S
+                )
+            except HttpFailed as err:
+                self._count(target, offset)
+                late = time.monotonic() > gives_up_s
+                if err.status != _NOT_YET or late or self.progress.stopped.wait(_COMING_S):
+                    raise
+            else:
+                self._count(target, offset)
+                return found.xxh3_128
+
+    def _count(self, target: Path, offset: int) -> None:
+        if target.exists():
+            self.progress.pulled_bytes += max(0, target.stat().st_size - offset)
+
+
+def check_tensors(manifest: Manifest, arch: Architecture) -> None:
+    """WeightsCorrupt unless names, shapes and dtypes are those of the architecture."""
+    specs = tensor_specs(arch)
+    found = {entry.name: entry for entry in manifest.tensors}
+    for name, spec in specs.items():
+        entry = found.get(name)
+        if entry is None:
+            raise WeightsCorrupt(f"{name}: expected {spec.dtype}{list(spec.shape)}, found none")
+        if entry.dtype != spec.dtype or tuple(entry.shape) != spec.shape:
+            expected = f"{spec.dtype}{list(spec.shape)}"
+            raise WeightsCorrupt(f"{name}: expected {expected}, found {entry.dtype}{entry.shape}")
+    for name in found:
+        if name not in specs:
+            raise WeightsCorrupt(f"{name}: the architecture has no such tensor")
+
+
+def _usable(base: StoredVersion | None, request: BeginUpdate) -> StoredVersion | None:
+    """The base, if the manifest's changes are against it and the trainer says so."""
+    delta = request.manifest.delta
+    if base is None or delta is None or delta.base_version != request.base_version:
+        return None
+    named = (base.manifest.job_id, base.manifest.policy_version)
+    return base if named == (request.job_id, delta.base_version) else None
+
+
+def _wrong_bytes(
+    kind: Kind, url: str, target: Path, shard: ShardEntry, manifest: Manifest
+) -> WeightsCorrupt:
+    """Names the first tensor whose bytes are wrong; the file is removed."""
+    wrong = _first_wrong_tensor(target, shard, manifest) if kind == "shards" else None
+    target.unlink()
+    what = f"checksum of {wrong} differs" if wrong else "checksum differs"
+    return WeightsCorrupt(f"{kind.removesuffix('s')} {shard.index} from {url}: {what}")
+
+
+def _first_wrong_tensor(target: Path, shard: ShardEntry, manifest: Manifest) -> str | None:
+    with target.open("rb") as file:
+        for entry in manifest.tensors:
+            if entry.shard != shard.index:
+                continue
+            file.seek(entry.offset)
+            if _checksum(file, entry.num_bytes) != entry.checksum:
+                return entry.name
+    return None
+
+
+def _file_checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return _checksum(file, path.stat().st_size)
+
+
+def _checksum(file: BinaryIO, num_bytes: int) -> str:
+    digest = xxhash.xxh3_128()
+    while num_bytes > 0 and (chunk := file.read(min(_CHUNK_BYTES, num_bytes))):
+        digest.update(chunk)
+        num_bytes -= len(chunk)
+    return digest.hexdigest()
