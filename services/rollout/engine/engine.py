@@ -27,6 +27,7 @@ log = structlog.get_logger()
 
 START_S = 60.0
 STOP_S = 5.0
+SERVER_STOP_S = 20.0  # with an SGLang server below the child
 CALL_S = 30.0
 
 # Small tensors come and go at every step: give their memory back to the allocator, not the kernel.
@@ -122,10 +123,11 @@ class Engine:
         self._stopping = True
         with contextlib.suppress(ChannelClosed, DeadlineExceeded):
             await self._channel.request("stop", timeout_s=STOP_S)
+        limit_s = STOP_S if self.spec.server is None else SERVER_STOP_S
         try:
-            await asyncio.wait_for(self._child.wait(), STOP_S)
+            await asyncio.wait_for(self._child.wait(), limit_s)
         except TimeoutError:
-            log.warning("engine_killed", pid=self.pid, after_s=STOP_S)
+            log.warning("engine_killed", pid=self.pid, after_s=limit_s)
             self._child.kill()
             await self._child.wait()
         await end(self._watching)
@@ -152,16 +154,14 @@ async def running_engine(spec: EngineSpec) -> AsyncIterator[Engine]:
     """Start the child and wait until it is up; leaving ends it."""
     async with listening() as listener:
         child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.rollout.engine.embedded",
+            *_command(spec),
             listener.address,
             str(os.getpid()),
             env={**os.environ, **_ALLOCATOR, "OMP_NUM_THREADS": str(spec.num_threads)},
         )
         try:
             channel = await _connected(listener.accept(START_S), child)
-            await channel.request("start", spec.to_payload(), timeout_s=START_S)
+            await channel.request("start", spec.to_payload(), timeout_s=_start_limit_s(spec))
             engine = Engine(spec, channel, child)
         except BaseException:
             if child.returncode is None:
@@ -173,6 +173,16 @@ async def running_engine(spec: EngineSpec) -> AsyncIterator[Engine]:
             yield engine
         finally:
             await engine.stop()
+
+
+def _command(spec: EngineSpec) -> list[str]:
+    if spec.server is None:
+        return [sys.executable, "-m", "services.rollout.engine.embedded"]
+    return [spec.server.python or sys.executable, "-m", "services.rollout.engine.sglang"]
+
+
+def _start_limit_s(spec: EngineSpec) -> float:
+    return START_S if spec.server is None else spec.server.start_deadline_s + START_S
 
 
 async def _connected(

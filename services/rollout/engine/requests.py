@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
+from services.rollout.engine.sglang.spec import ServerSpec
 from shared.messages import FinishReason, SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.routes import TokenRoutes
@@ -97,6 +98,7 @@ class EngineSpec:
     num_threads: int
     record_experts: bool = False
     record_entries: bool = False
+    server: ServerSpec | None = None  # an SGLang server; None is the embedded engine
 
     @property
     def records(self) -> bool:
@@ -111,12 +113,18 @@ class EngineSpec:
             "num_threads": self.num_threads,
             "record_experts": self.record_experts,
             "record_entries": self.record_entries,
+            "server": None if self.server is None else self.server.to_payload(),
         }
 
     @classmethod
     def from_payload(cls, payload: dict[str, Any]) -> Self:
-        fields = {key: value for key, value in payload.items() if key != "config"}
-        return cls(arch=Architecture.from_config(payload["config"]), **fields)
+        fields = {key: value for key, value in payload.items() if key not in ("config", "server")}
+        server = payload["server"]
+        return cls(
+            arch=Architecture.from_config(payload["config"]),
+            server=None if server is None else ServerSpec.from_payload(server),
+            **fields,
+        )
 
 
 def _routes_payload(routes: TokenRoutes) -> dict[str, Any]:

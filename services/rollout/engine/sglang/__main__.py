@@ -1,0 +1,218 @@
+"""The engine child of an SGLang server: `python -m services.rollout.engine.sglang ADDRESS PARENT`.
+
+Requests come over the service's channel and are answered by tasks, since it is the server that
+works. It runs under the interpreter that has SGLang, because tensors are handed over in its form.
+"""
+
+import asyncio
+import sys
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.sglang.checkpoint import first_tensors, write_folder
+from services.rollout.engine.sglang.dialects import dialect_of
+from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.launch import check_version
+from services.rollout.engine.sglang.server import Server
+from services.rollout.engine.sglang.spec import ServerSpec
+from services.rollout.engine.sglang.transports import transport_of
+from services.rollout.engine.sglang.versions import FIRST, Versions, config_of
+from shared.channel import Request, SyncChannel
+from shared.errors import ChannelClosed
+from shared.process import die_with_parent
+from shared.telemetry import configure_logging
+from shared.weights.manifest import MANIFEST_FILE, Manifest
+from shared.weights.protocol import CommitUpdate
+
+log = structlog.get_logger()
+
+_STATS_S = 0.5
+_GUARD_S = 5.0
+_MAX_RESTARTS = 5
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class _Child:
+    """Channel on one side, server on the other."""
+
+    def __init__(self, channel: SyncChannel, engine: SGLangEngine, versions: Versions) -> None:
+        self._channel = channel
+        self._engine = engine
+        self._versions = versions
+        self._changing = asyncio.Lock()  # an update, a recovery or a pause; one at a time
+        self._stop = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._operations: dict[str, Handler] = {
+            "generate": self._generate,
+            "abort": self._abort,
+            "score": self._score,
+            "activate": self._activate,
+            "pause": self._pause,
+            "continue": self._continue,
+            "stop": self._end,
+        }
+
+    async def run(self, requests: "asyncio.Queue[Request | None]") -> None:
+        """Serve until told to stop, or until the service or the server is gone for good."""
+        async with asyncio.TaskGroup() as group:
+            loops = [group.create_task(self._notify_load()), group.create_task(self._guard())]
+            while not self._stop.is_set():
+                request = await requests.get()
+                if request is None:
+                    break
+                task = asyncio.create_task(self._answer(request))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                if request.op == "stop":
+                    await task
+            for one in loops:
+                one.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            payload = await self._operations[request.op](request.payload)
+        except Exception as err:  # noqa: BLE001  whoever asked is told; the engine goes on
+            log.warning("operation_failed", op=request.op, error=repr(err))
+            self._channel.fail(request.id, err)
+        else:
+            self._channel.reply(request.id, payload)
+
+    async def _generate(self, payload: dict[str, Any]) -> dict[str, Any]:
+        completions = await self._engine.generate(GroupRequest.from_payload(payload))
+        return {"completions": [_payload(one) for one in completions]}
+
+    async def _abort(self, payload: dict[str, Any]) -> dict[str, Any]:
+        await self._engine.abort(payload["request_id"])
+        return {}
+
+    async def _score(self, payload: dict[str, Any]) -> dict[str, Any]:
+        version, scores = await self._engine.score(
+            payload["sequences"], payload["temperature"], payload["policy_version"]
+        )
+        logprobs = [one.astype("<f4").tobytes() for one in scores]
+        return {"policy_version": version, "logprobs": logprobs}
+
+    async def _activate(self, payload: dict[str, Any]) -> dict[str, Any]:
+        folder = Path(payload["folder"])
+        manifest = Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
+        commit = CommitUpdate.model_validate_json(payload["commit"])
+        async with self._changing:
+            return await self._versions.activate(
+                manifest, folder, commit, asked_at_s=payload["asked_at_s"]
+            )
+
+    async def _pause(self, payload: dict[str, Any]) -> dict[str, Any]:
+        async with self._changing:
+            await self._engine.pause()
+        return {}
+
+    async def _continue(self, payload: dict[str, Any]) -> dict[str, Any]:
+        self._engine.go_on()
+        return {}
+
+    async def _end(self, payload: dict[str, Any]) -> dict[str, Any]:
+        self._stop.set()
+        return {}
+
+    async def _notify_load(self) -> None:
+        while True:
+            load = {
+                "running": self._engine.num_running,
+                "waiting": self._engine.num_waiting,
+                "tokens_sampled": self._engine.tokens_sampled,
+            }
+            self._channel.notify("stats", load)
+            await asyncio.sleep(_STATS_S)
+
+    async def _guard(self) -> None:
+        """A server that died or does not answer is replaced by one of the last good version."""
+        while True:
+            await asyncio.sleep(_GUARD_S)
+            async with self._changing:
+                if await self._engine.server.is_well():
+                    self._engine.open_gate()  # a call that was lost may have closed it
+                    continue
+                if self._versions.restarts >= _MAX_RESTARTS:
+                    raise RuntimeError(f"SGLang was restarted {_MAX_RESTARTS} times; giving up")
+                log.warning("sglang_lost", log_tail=self._engine.server.log_tail()[-500:])
+                await self._versions.recover()
+
+
+def _payload(completion: Completion) -> dict[str, Any]:
+    return completion.to_payload()
+
+
+async def serve(channel: SyncChannel, first: Request, folder: Path) -> None:
+    """Start the server that the request describes, answer it, then everything else."""
+    spec = EngineSpec.from_payload(first.payload)
+    assert spec.server is not None
+    log_file = Path(spec.server.log_file or folder / "server.log")
+    server = Server(spec, spec.server, log_file=log_file)
+    try:
+        try:
+            versions = await _started(spec, spec.server, server, folder)
+        except Exception as err:
+            channel.fail(first.id, err)
+            raise
+        channel.reply(first.id)
+        await _Child(channel, versions.engine, versions).run(_arriving(channel))
+    finally:
+        await server.stop()
+
+
+async def _started(
+    spec: EngineSpec, server_spec: ServerSpec, server: Server, folder: Path
+) -> Versions:
+    if server.is_ours:
+        tensors = await asyncio.to_thread(first_tensors, Path(server_spec.checkpoint), spec.arch)
+        config = config_of(spec, server_spec)
+        await asyncio.to_thread(write_folder, folder / FIRST, tensors, config)
+    await server.start(folder / FIRST)
+    info = await server.client.info()
+    check_version(str(info.get("version", "unknown")))
+    dialect = dialect_of(await server.client.endpoints())
+    transport = transport_of(server_spec.transport)
+    log.info("sglang_serves", version=info.get("version"), dialect=dialect)
+    engine = SGLangEngine(spec, server)
+    return Versions(engine, server_spec, folder=folder, dialect=dialect, transport=transport)
+
+
+def _arriving(channel: SyncChannel) -> "asyncio.Queue[Request | None]":
+    """Requests as they come, read by a thread; None when the service is gone."""
+    loop = asyncio.get_running_loop()
+    requests: asyncio.Queue[Request | None] = asyncio.Queue()
+
+    def read() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(requests.put_nowait, channel.recv())
+        except (ChannelClosed, RuntimeError):  # RuntimeError: the loop has ended
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(requests.put_nowait, None)
+
+    threading.Thread(target=read, name="channel", daemon=True).start()
+    return requests
+
+
+def main(argv: list[str]) -> None:
+    address, parent_pid = argv
+    die_with_parent(int(parent_pid))
+    configure_logging("rollout-engine")
+    channel = SyncChannel.connect(address)
+    first = channel.recv(60.0)
+    if first is None or first.op != "start":
+        raise SystemExit(f"the service was expected to start the engine, not {first}")
+    with tempfile.TemporaryDirectory(prefix="tandem-sglang-") as folder:
+        asyncio.run(serve(channel, first, Path(folder)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

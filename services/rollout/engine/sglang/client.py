@@ -1,0 +1,89 @@
+"""What Tandem says to an SGLang server. A success code proves nothing: every answer is read.
+
+No call that changes the server is repeated when its answer does not come: what such a server holds
+is unknown, and whoever asked decides what becomes of it.
+"""
+
+from typing import Any, Literal
+
+from shared.errors import HttpFailed, TandemError
+from shared.http import HttpClient
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+_CONTROL_S = 30.0
+
+
+class ServerRefused(TandemError):
+    """The server answered, and the answer was no."""
+
+
+class SGLangClient:
+    """HTTP of one server. Raises `HttpFailed`, or `ServerRefused` with the server's own words."""
+
+    def __init__(self, url: str, *, token: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._http = HttpClient(token=token, attempts=1)  # whoever asks owns the repeating
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def info(self) -> dict[str, Any]:
+        """Version, arguments and the class that is served."""
+        answer = await self._http.get(f"{self.url}/server_info", timeout_s=_CONTROL_S)
+        return dict(answer)
+
+    async def endpoints(self) -> set[str]:
+        """Paths of its OpenAPI document."""
+        answer = await self._http.get(f"{self.url}/openapi.json", timeout_s=_CONTROL_S)
+        return set(answer["paths"])
+
+    async def is_well(self, *, timeout_s: float) -> bool:
+        """Whether the scheduler, not only HTTP, answers in time."""
+        try:
+            await self._http.get(f"{self.url}/health_generate", timeout_s=timeout_s)
+        except HttpFailed:
+            return False
+        return True
+
+    async def generate(self, body: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+        """One answer per sequence of `body["input_ids"]`."""
+        answer = await self._http.post(f"{self.url}/generate", body, timeout_s=timeout_s)
+        if not isinstance(answer, list) or len(answer) != len(body["input_ids"]):
+            raise ServerRefused(f"/generate of {len(body['input_ids'])} gave {str(answer)[:300]}")
+        return answer
+
+    async def abort(self, request_id: str) -> None:
+        """End one sequence; its answer comes with what it had."""
+        await self._http.post(
+            f"{self.url}/abort_request", {"rid": request_id}, timeout_s=_CONTROL_S, idempotent=True
+        )
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._control("/pause_generation", {"mode": mode})
+
+    async def go_on(self) -> None:
+        await self._control("/continue_generation", {})
+
+    async def flush(self) -> None:
+        """Drop every cached prefix. The server answers 400 while sequences run."""
+        await self._http.post(f"{self.url}/flush_cache", {}, timeout_s=_CONTROL_S, idempotent=True)
+
+    async def label(self, policy_version: int) -> None:
+        """Name what is served; sampled tokens carry it."""
+        body = {"new_version": str(policy_version), "abort_all_requests": False}
+        await self.change("/update_weight_version", body, timeout_s=_CONTROL_S)
+
+    async def change(self, path: str, body: dict[str, Any], *, timeout_s: float) -> None:
+        """A call that changes weights. `ServerRefused` unless the answer says that it did."""
+        try:
+            answer = await self._http.post(f"{self.url}{path}", body, timeout_s=timeout_s)
+        except HttpFailed as err:
+            if err.status is None:
+                raise
+            raise ServerRefused(f"{path}: {err}") from err
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise ServerRefused(f"{path}: {str(answer)[:500]}")
+
+    async def _control(self, path: str, body: dict[str, Any]) -> None:
+        await self._http.post(f"{self.url}{path}", body, timeout_s=_CONTROL_S, idempotent=True)

@@ -1,0 +1,51 @@
+"""The three ways in which SGLang servers let their weights be replaced while they run.
+
+    session       begin_weight_update  -> tensors -> end_weight_update         (upstream, 0.5.21 on)
+    post_process  restore before load  -> tensors -> post-process quantisation (the fork of miles)
+    bare          tensors alone                                                (older upstream)
+
+Which one it is, the server's own list of endpoints says; a version string would lie about forks.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Literal
+
+import structlog
+
+from services.rollout.engine.sglang.client import SGLangClient
+
+log = structlog.get_logger()
+
+Dialect = Literal["session", "post_process", "bare"]
+
+
+def dialect_of(endpoints: set[str]) -> Dialect:
+    """What a server speaks that has these endpoints."""
+    if {"/begin_weight_update", "/end_weight_update"} <= endpoints:
+        return "session"
+    if "/post_process_weights" in endpoints:
+        return "post_process"
+    log.warning("sglang_has_no_post_processing", relies_on="probe by log-probabilities")
+    return "bare"
+
+
+@contextlib.asynccontextmanager
+async def loading(
+    client: SGLangClient, dialect: Dialect, *, timeout_s: float
+) -> AsyncIterator[None]:
+    """Tensors may be sent inside; leaving rebuilds the quantised state, once.
+
+    An error inside leaves the server half-loaded: nothing is closed, the caller rolls it back.
+    """
+    if dialect == "session":
+        await client.change("/begin_weight_update", {"selector": "all"}, timeout_s=timeout_s)
+        yield
+        await client.change("/end_weight_update", {}, timeout_s=timeout_s)
+    elif dialect == "post_process":
+        path = "/post_process_weights"
+        await client.change(path, {"restore_weights_before_load": True}, timeout_s=timeout_s)
+        yield
+        await client.change(path, {"post_process_quantization": True}, timeout_s=timeout_s)
+    else:
+        yield

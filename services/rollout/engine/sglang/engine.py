@@ -1,0 +1,180 @@
+"""An SGLang server behind the engine's channel: the same operations, the same promises.
+
+    generate ──gate──> /generate … (cut short by an update: back to the gate, then on)
+    activate: gate closed, running sequences brought home, weights loaded (dialect x transport),
+              caches flushed, probed by log-probabilities, labelled, gate opened
+         └── anything else ──> the last good version is loaded back and proven, or a fresh server
+                               of it is started; a half-loaded server never serves
+
+The gate is ours, so that nothing is sampled between the load and the proof.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import structlog
+
+from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.scheduler import Limits, check_request
+from services.rollout.engine.sglang.generation import (
+    Sequence,
+    request_body,
+    score_body,
+    scores_of,
+    sequence_id,
+)
+from services.rollout.engine.sglang.server import Server
+from shared.errors import DeadlineExceeded, HttpFailed, Retryable
+from shared.tasks import wait_for_event
+
+log = structlog.get_logger()
+
+_HOME_S = 60.0  # for running sequences to come back when told to
+_CALL_S = 1800.0
+
+
+class SGLangEngine:
+    """Generation and scoring of the version that is served; `versions` replaces it."""
+
+    def __init__(self, spec: EngineSpec, server: Server) -> None:
+        self.spec = spec
+        self.server = server
+        self.policy_version: int | None = None
+        self.tokens_sampled = 0
+        self.paused = False
+        self._gate = asyncio.Event()
+        self._calls: dict[str, list[Sequence]] = {}  # under way on the server
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._waiting = 0
+        self._ended: set[str] = set()  # requests that were told to end
+        self._hand_over = False  # an update that gives partial completions back
+        self._numbers = itertools.count()
+        self._limits = Limits(spec.max_running_requests, spec.context_length)
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(sequences) for sequences in self._calls.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        """All completions; those that an abort or an abort-mode update cut short say so."""
+        check_request(request, self.spec.arch, self._limits)
+        self._require(request.policy_version)
+        sequences = [Sequence.of(i, request.partial.get(i)) for i in request.samples]
+        open_ = sequences
+        try:
+            while open_:
+                await self._pass_gate(len(open_))
+                await self._sample(request, open_)
+                open_ = [one for one in open_ if one.finish_reason == "abort"]
+                if request.request_id in self._ended or self._hand_over:
+                    break
+        finally:
+            self._ended.discard(request.request_id)
+        return [one.completion() for one in sequences]
+
+    async def score(
+        self, sequences: list[list[int]], temperature: float, policy_version: int | None
+    ) -> tuple[int, list[np.ndarray]]:
+        """The version that scored, and FP32 log-probabilities of tokens 1.. of each sequence."""
+        if temperature != 1.0:
+            raise ValueError(f"an SGLang server scores at temperature 1, not {temperature:g}")
+        await self._pass_gate(0)
+        version = self._require(policy_version)
+        return version, await self.score_now(sequences)
+
+    async def score_now(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """The same of whatever the server holds at this moment."""
+        if not sequences:
+            return []
+        call_id = f"score-{next(self._numbers)}"
+        body = score_body(sequences, call_id=call_id)
+        answers = await self.server.client.generate(body, timeout_s=_CALL_S)
+        return [scores_of(one, ids) for one, ids in zip(answers, sequences, strict=True)]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; whoever waits for it gets what it has."""
+        for call_id, sequences in list(self._calls.items()):
+            if call_id.rsplit("/", 1)[0] == request_id:
+                self._ended.add(request_id)
+                for one in sequences:
+                    await self.server.client.abort(sequence_id(call_id, one.sample))
+
+    @asynccontextmanager
+    async def quiet(self, *, hand_over: bool) -> AsyncIterator[None]:
+        """Nothing of ours runs on the server, and nothing starts, until this is left."""
+        self._gate.clear()
+        self._hand_over = hand_over
+        try:
+            await self.server.client.pause("abort")
+            await self.close_gate()
+            self._hand_over = False
+            yield
+        finally:
+            self._hand_over = False
+
+    async def close_gate(self) -> None:
+        """Let no call start, and wait until all have come back or failed."""
+        self._gate.clear()
+        if not await wait_for_event(self._idle, _HOME_S):
+            raise DeadlineExceeded(f"{len(self._calls)} calls to come back from SGLang", _HOME_S)
+
+    def open_gate(self) -> None:
+        if self.policy_version is not None and not self.paused:
+            self._gate.set()
+
+    async def pause(self) -> None:
+        """Stop sampling until `go_on`; what runs keeps its tokens."""
+        self.paused = True
+        async with self.quiet(hand_over=False):
+            await self.server.client.go_on()
+
+    def go_on(self) -> None:
+        self.paused = False
+        self.open_gate()
+
+    def _require(self, policy_version: int | None) -> int:
+        held = self.policy_version
+        if held is None:
+            raise Retryable(f"policy version {policy_version} is not held; no weights are loaded")
+        if policy_version not in (None, held):
+            raise Retryable(f"policy version {policy_version} is not held; version {held} is")
+        return held
+
+    async def _pass_gate(self, num_sequences: int) -> None:
+        self._waiting += num_sequences
+        try:
+            await self._gate.wait()
+        finally:
+            self._waiting -= num_sequences
+
+    async def _sample(self, request: GroupRequest, sequences: list[Sequence]) -> None:
+        """One call; the sequences are extended by what it brought."""
+        version = self._require(None)
+        call_id = f"{request.request_id}/{next(self._numbers)}"
+        body = request_body(
+            request, sequences, call_id=call_id, context_length=self.spec.context_length
+        )
+        self._calls[call_id] = sequences
+        self._idle.clear()
+        try:
+            answers = await self.server.client.generate(body, timeout_s=_CALL_S)
+            for one, answer in zip(sequences, answers, strict=True):
+                before = len(one.token_ids)
+                one.extend(answer, policy_version=version)
+                self.tokens_sampled += len(one.token_ids) - before
+        except HttpFailed as err:
+            # The server is gone; the guard brings another, and the sequences go on from here.
+            log.warning("sglang_call_lost", call=call_id, error=str(err))
+            self._gate.clear()
+        finally:
+            del self._calls[call_id]
+            if not self._calls:
+                self._idle.set()

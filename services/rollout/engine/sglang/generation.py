@@ -1,0 +1,144 @@
+"""A group's completions through one server call after another: exact tokens, exact versions.
+
+A call samples under one version only, because an update waits until every call has come back and
+lets the next ones go when the new version is proven. What a call brought is one more span of each
+completion; a completion that an update cut short goes on from its tokens.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from services.rollout.engine.requests import Completion, GroupRequest
+from services.rollout.engine.sampling import sample_key
+from services.rollout.engine.sglang.client import ServerRefused
+from shared.messages import FinishReason
+
+_SEED_BITS = 31  # of the server's sampling_seed
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One completion as far as it came."""
+
+    sample: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    finish_reason: FinishReason = "abort"
+
+    @classmethod
+    def of(cls, sample: int, partial: Completion | None) -> "Sequence":
+        if partial is None:
+            return cls(sample)
+        return cls(
+            sample,
+            partial.token_ids.tolist(),
+            partial.logprobs.tolist(),
+            list(partial.version_spans),
+        )
+
+    def completion(self) -> Completion:
+        return Completion(
+            np.array(self.token_ids, np.int32),
+            np.array(self.logprobs, np.float32),
+            self.spans,
+            self.finish_reason,
+        )
+
+    def extend(self, answer: dict[str, Any], *, policy_version: int) -> None:
+        """Add what one call sampled. `ServerRefused` when it contradicts itself or its version."""
+        ids, meta = [int(token) for token in answer["output_ids"]], answer["meta_info"]
+        pairs = meta.get("output_token_logprobs") or []
+        logprobs = [_number(pair[0]) for pair in pairs[: len(ids)]]
+        if len(logprobs) != len(ids) or [pair[1] for pair in pairs[: len(ids)]] != ids:
+            raise ServerRefused(f"{len(ids)} tokens came with {len(pairs)} log-probabilities")
+        check_versions(meta, policy_version)
+        self.token_ids += ids
+        self.logprobs += logprobs
+        if ids and self.spans and self.spans[-1][0] == policy_version:
+            self.spans[-1] = (policy_version, self.spans[-1][1] + len(ids))
+        elif ids:
+            self.spans.append((policy_version, len(ids)))
+        self.finish_reason = finish_reason(meta["finish_reason"])
+
+
+def finish_reason(reported: dict[str, Any] | None) -> FinishReason:
+    """SGLang's reason in our words; ServerRefused for one that has none."""
+    kind = (reported or {}).get("type")
+    if kind == "stop":
+        return "stop"
+    if kind == "length":
+        return "length"
+    if kind == "abort":
+        return "abort"
+    raise ServerRefused(f"finish reason {reported} is unknown")
+
+
+def check_versions(meta: dict[str, Any], policy_version: int) -> None:
+    """ServerRefused unless every token was sampled under the version that was proven."""
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
+    found = {str(span["version"]) for span in spans}
+    if found != {str(policy_version)}:
+        raise ServerRefused(f"tokens are of version {sorted(found)}, {policy_version} is served")
+
+
+def sequence_id(call_id: str, sample: int) -> str:
+    """Ends with a mark: the server takes an id to abort as a prefix of ids."""
+    return f"{call_id}.{sample};"
+
+
+def request_body(
+    request: GroupRequest, sequences: list[Sequence], *, call_id: str, context_length: int
+) -> dict[str, Any]:
+    """One `/generate` call that continues `sequences`."""
+    prompt = request.prompt_token_ids.tolist()
+    room = min(request.sampling.max_response_tokens, context_length - len(prompt))
+    return {
+        "rid": [sequence_id(call_id, one.sample) for one in sequences],
+        "input_ids": [prompt + one.token_ids for one in sequences],
+        "sampling_params": [
+            _sampling(request, one, room - len(one.token_ids)) for one in sequences
+        ],
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+
+
+def _sampling(request: GroupRequest, sequence: Sequence, max_new_tokens: int) -> dict[str, Any]:
+    sampling = request.sampling
+    key = sample_key(request.seed, request.prompt_index, sequence.sample)
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": sampling.stop_token_ids,
+        "sampling_seed": key >> (64 - _SEED_BITS),
+    }
+
+
+def score_body(sequences: list[list[int]], *, call_id: str) -> dict[str, Any]:
+    """A `/generate` call that samples nothing of use and gives each prompt's log-probabilities."""
+    return {
+        "rid": [sequence_id(call_id, index) for index in range(len(sequences))],
+        "input_ids": sequences,
+        "sampling_params": [{"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}]
+        * len(sequences),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def scores_of(answer: dict[str, Any], token_ids: list[int]) -> np.ndarray:
+    """FP32 log-probabilities of tokens 1.. at temperature 1."""
+    pairs = answer["meta_info"]["input_token_logprobs"]
+    if [pair[1] for pair in pairs] != token_ids:
+        raise ServerRefused(f"{len(pairs)} scores came for {len(token_ids)} tokens")
+    return np.array([_number(pair[0]) for pair in pairs[1:]], np.float32)
+
+
+def _number(value: float | None) -> float:
+    """JSON has no NaN: the server writes null, and the trainer masks what is not finite."""
+    return float("nan") if value is None else float(value)

@@ -1,0 +1,97 @@
+"""How a server is started on each platform: the command line and the environment, with reasons."""
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import structlog
+
+from services.rollout.engine.requests import EngineSpec
+from services.rollout.engine.sglang.spec import ServerSpec
+
+log = structlog.get_logger()
+
+TESTED_VERSIONS = ("0.5.17", "0.5.23")
+CPU_SITE = Path(__file__).parent / "cpu_site"
+ROOT = Path(__file__).parents[4]
+EXTERNAL_PACKAGE = "services.rollout.engine.sglang.external"
+MARK = "TANDEM_SGLANG_SERVER"  # in the environment of a server and all that it starts
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A child process to be: `arguments` follow the interpreter."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+def launch_of(engine: EngineSpec, server: ServerSpec, *, model: Path, port: int) -> Launch:
+    """The command for a server of `model` on loopback."""
+    arguments = [
+        "-m",
+        "sglang.launch_server",
+        *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        *("--max-running-requests", str(engine.max_running_requests)),
+        *("--context-length", str(engine.context_length)),
+        *("--tensor-parallel-size", str(server.tensor_parallel)),
+        *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+        "--skip-tokenizer-init",
+    ]
+    if server.max_total_tokens is not None:
+        arguments += ["--max-total-tokens", str(server.max_total_tokens)]
+    more, environment = _CHOICES[server.platform](engine)
+    arguments += [*more, *server.extra_arguments]
+    return Launch(arguments, {**os.environ, **environment, MARK: str(port)})
+
+
+def _cpu(engine: EngineSpec) -> tuple[list[str], dict[str, str]]:
+    tokens = 2 * engine.max_running_requests * engine.context_length
+    arguments = [
+        *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
+        "--sleep-on-idle",  # or its scheduler keeps a core busy with waiting
+        *("--mem-fraction-static", "0.3"),
+        *("--max-total-tokens", str(tokens)),
+    ]
+    paths = [str(CPU_SITE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return arguments, {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": EXTERNAL_PACKAGE,
+        "OMP_NUM_THREADS": str(engine.num_threads),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _cuda(engine: EngineSpec) -> tuple[list[str], dict[str, str]]:
+    arguments = ["--enable-return-routed-experts", *("--mm-feature-transport", "cpu")]
+    return arguments, {
+        "SGLANG_DSV4_FP4_EXPERTS": "1" if engine.arch.weight_format == "fp4" else "0",
+        # With 1, the grouped output matrix is packed at load and every reload asserts.
+        "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+        # An update is refused while the split buffers of this kernel are cached.
+        "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+        "SGLANG_SKIP_CHECKPOINT_LOAD_CHECK": "1",
+        "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+        "SGLANG_DSV4_MHC_PREWARM": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+_CHOICES = {"cpu": _cpu, "cuda": _cuda, "rocm": _cuda}
+
+
+def interpreter_of(server: ServerSpec) -> str:
+    return server.python or sys.executable
+
+
+def check_version(found: str) -> None:
+    """An untested version may well work; the log says that nobody has seen it."""
+    if found not in TESTED_VERSIONS:
+        log.warning("sglang_version_untested", found=found, tested=TESTED_VERSIONS)
+
+
+def installed_version() -> str:
+    return metadata.version("sglang")

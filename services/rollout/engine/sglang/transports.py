@@ -1,0 +1,147 @@
+"""How a version's tensors reach the server: its own disk, shared memory, or a process group.
+
+All three send the same folder's tensors and end with the caches flushed. Only the dialect around
+them makes the new weights whole; only the probe says that they are.
+"""
+
+import asyncio
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from services.rollout.engine.sglang.buckets import Bucket, buckets_of
+from services.rollout.engine.sglang.checkpoint import dtype_name, read_folder
+from services.rollout.engine.sglang.client import SGLangClient
+from services.rollout.engine.sglang.spec import TransportName
+from shared.process import free_port
+
+BUCKET_BYTES = 2**30
+_GROUP = "tandem-update"
+
+
+class Transport(Protocol):
+    async def send(self, client: SGLangClient, folder: Path, *, timeout_s: float) -> None:
+        """Hand a folder's tensors over; `ServerRefused` when the server does not take them."""
+
+
+def transport_of(name: TransportName) -> Transport:
+    if name == "disk":
+        return Disk()
+    if name == "tensor":
+        return SharedMemory()
+    return ProcessGroup(name)
+
+
+class Disk:
+    """The server reads the folder itself: both sides see the same files."""
+
+    async def send(self, client: SGLangClient, folder: Path, *, timeout_s: float) -> None:
+        body = {"model_path": str(folder), "flush_cache": True, "abort_all_requests": False}
+        await client.change("/update_weights_from_disk", body, timeout_s=timeout_s)
+
+
+class SharedMemory:
+    """Handles of tensors that both processes of one host can map (CUDA IPC on a GPU)."""
+
+    async def send(self, client: SGLangClient, folder: Path, *, timeout_s: float) -> None:
+        tensors = await asyncio.to_thread(read_folder, folder)
+        for bucket in buckets_of(tensors, max_bytes=BUCKET_BYTES):
+            handle = await asyncio.to_thread(_shared_handle, bucket)
+            body = {
+                "serialized_named_tensors": [handle],
+                "load_format": "flattened_bucket",
+                "flush_cache": True,
+            }
+            await client.change("/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+
+def _shared_handle(bucket: Bucket) -> str:
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    if torch.cuda.is_available():
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
+        bucket = [(name, tensor.cuda()) for name, tensor in bucket]
+    else:
+        # With the default strategy the server would ask this process for descriptors, unauthorised.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+    flat = FlattenedTensorBucket(named_tensors=bucket)
+    shared = {
+        "flattened_tensor": flat.get_flattened_tensor(),
+        "metadata": flat.get_metadata(),
+    }
+    return base64.b64encode(MultiprocessingSerializer.serialize(shared)).decode()
+
+
+class ProcessGroup:
+    """Broadcast through a group of this process and the server's ranks (gloo, NCCL, RCCL)."""
+
+    def __init__(self, backend: TransportName) -> None:
+        self._backend = backend
+
+    async def send(self, client: SGLangClient, folder: Path, *, timeout_s: float) -> None:
+        tensors = await asyncio.to_thread(read_folder, folder)
+        group = await self._join(client, timeout_s)
+        try:
+            for bucket in buckets_of(tensors, max_bytes=BUCKET_BYTES):
+                await self._broadcast(client, group, dict(bucket), timeout_s)
+        finally:
+            await asyncio.to_thread(torch.distributed.destroy_process_group, group)
+            await client.change(
+                "/destroy_weights_update_group", {"group_name": _GROUP}, timeout_s=timeout_s
+            )
+
+    async def _join(self, client: SGLangClient, timeout_s: float) -> Any:
+        from datetime import timedelta
+
+        from sglang.srt.utils import init_custom_process_group
+
+        ranks = int((await client.info()).get("tp_size", 1))
+        port = free_port()
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": ranks + 1,
+            "group_name": _GROUP,
+            "backend": self._backend,
+        }
+        asking = asyncio.create_task(
+            client.change("/init_weights_update_group", body, timeout_s=timeout_s)
+        )
+        group = await asyncio.to_thread(
+            init_custom_process_group,
+            backend=self._backend,
+            init_method=f"tcp://127.0.0.1:{port}",
+            world_size=ranks + 1,
+            rank=0,
+            group_name=_GROUP,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        await asking
+        return group
+
+    async def _broadcast(
+        self, client: SGLangClient, group: Any, bucket: Mapping[str, Tensor], timeout_s: float
+    ) -> None:
+        body = {
+            "names": list(bucket),
+            "dtypes": [dtype_name(tensor.dtype) for tensor in bucket.values()],
+            "shapes": [list(tensor.shape) for tensor in bucket.values()],
+            "group_name": _GROUP,
+            "flush_cache": True,
+            "load_format": "flattened_bucket",
+        }
+        path = "/update_weights_from_distributed"
+        asking = asyncio.create_task(client.change(path, body, timeout_s=timeout_s))
+        flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in bucket.values()])
+        if self._backend == "nccl":
+            flat = flat.cuda()
+        await asyncio.to_thread(torch.distributed.broadcast, flat, src=0, group=group)
+        await asking

@@ -1,0 +1,223 @@
+"""The update transaction on an SGLang server: load, rebuild, flush, prove, label; or go back.
+
+What a server holds after a failed or late call is unknown. It is then loaded with the last good
+version again and must score the probe as it did before; if it does not, or is ours and cannot, it
+is ended and a fresh one is started from that version. At tensor parallel above 1 SGLang keeps a
+stale copy of the attention sinks after an update, which no checksum shows: there a failed probe is
+first healed by a fresh server of the new version.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+from torch import Tensor
+
+from services.rollout.engine.requests import EngineSpec
+from services.rollout.engine.sglang.checkpoint import server_config, write_folder
+from services.rollout.engine.sglang.client import ServerRefused
+from services.rollout.engine.sglang.dialects import Dialect, loading
+from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.server import Server
+from services.rollout.engine.sglang.spec import ServerSpec
+from services.rollout.engine.sglang.transports import Disk, Transport
+from services.rollout.engine.weights import Stopwatch, read_canonical, run_probe
+from services.rollout.models.deepseek_v4_weights import published
+from shared.errors import DeadlineExceeded, HttpFailed, WeightsCorrupt
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.models.deepseek_v4.checkpoint import CheckpointInvalid, check_stored
+from shared.weights.effective import effective_checksum
+from shared.weights.manifest import Manifest
+from shared.weights.protocol import CommitUpdate, Probe
+
+log = structlog.get_logger()
+
+FIRST = "first"  # folder of the checkpoint that a server starts with, before any version
+_SAME_SCORES = 1e-3  # mean |delta log p| of one server's scores before and after it went back
+
+
+@dataclass(frozen=True, slots=True)
+class Good:
+    """A version that was proven: its folder, and what the server scored for its probe."""
+
+    policy_version: int
+    folder: Path
+    checksum: str
+    probe: Probe | None
+    scores: list[np.ndarray]
+
+
+class Versions:
+    """Owns the folders. One transaction at a time."""
+
+    def __init__(
+        self,
+        engine: SGLangEngine,
+        spec: ServerSpec,
+        *,
+        folder: Path,
+        dialect: Dialect,
+        transport: Transport,
+    ) -> None:
+        self.engine = engine
+        self.good: Good | None = None
+        self.restarts = 0
+        self._spec = spec
+        self._folder = folder
+        self._dialect = dialect
+        self._transport = transport
+
+    @property
+    def _server(self) -> Server:
+        return self.engine.server
+
+    async def activate(
+        self, manifest: Manifest, staged: Path, commit: CommitUpdate, *, asked_at_s: float
+    ) -> dict[str, Any]:
+        """Fields of a CommitResult; WeightsCorrupt with the old version serving."""
+        watch = Stopwatch(asked_at_s)
+        candidate = await asyncio.to_thread(self._prepare, manifest, staged)
+        watch.lap("load_s")
+        try:
+            async with self.engine.quiet(hand_over=commit.pause_mode == "abort"):
+                watch.lap("pause_s")
+                proven = await self._replace(candidate, commit, watch)
+                self._serve(proven)
+        except BaseException:
+            shutil.rmtree(candidate.folder, ignore_errors=True)
+            raise
+        finally:
+            self.engine.open_gate()
+        watch.lap("resume_s")
+        delta = _mean_abs_delta(proven)
+        log.info("version_active", policy_version=proven.policy_version, **watch.seconds)
+        return {
+            "version": proven.policy_version,
+            **watch.seconds,
+            "probe_mean_abs_delta": delta,
+            "effective_checksum": proven.checksum,
+        }
+
+    async def recover(self) -> None:
+        """A fresh server of the last good version, after the one we had went away."""
+        self.restarts += 1
+        await self.engine.close_gate()
+        await self._server.restart(self.good.folder if self.good else self._folder / FIRST)
+        if self.good is not None:
+            await self._prove_same(self.good)
+            await self._server.client.label(self.good.policy_version)
+        self.engine.open_gate()
+
+    def _prepare(self, manifest: Manifest, staged: Path) -> Good:
+        """Write the server's folder of a staged version; WeightsCorrupt names what does not fit."""
+        arch = self.engine.spec.arch
+        canonical = read_canonical(manifest, staged)
+        try:
+            check_stored(canonical, arch)
+        except CheckpointInvalid as err:
+            raise WeightsCorrupt(f"version {manifest.policy_version}: {err}") from err
+        folder = self._folder / f"v{manifest.policy_version:08d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        write_folder(folder, canonical, config_of(self.engine.spec, self._spec))
+        return Good(manifest.policy_version, folder, checksum_of(arch, canonical), None, [])
+
+    async def _replace(self, candidate: Good, commit: CommitUpdate, watch: Stopwatch) -> Good:
+        """The candidate, proven on the server; the old version is back there if this raises."""
+        try:
+            await self._load(candidate.folder, self._transport)
+            watch.lap("restore_s")
+            proven = await self._prove(candidate, commit.probe)
+        except WeightsCorrupt as err:
+            proven = await self._heal(candidate, commit.probe, err)
+        except (ServerRefused, HttpFailed, DeadlineExceeded, OSError) as err:
+            await self._go_back(f"version {candidate.policy_version}: {err}")
+            raise WeightsCorrupt(f"version {candidate.policy_version}: {err}") from err
+        watch.lap("probe_s")
+        await self._server.client.label(proven.policy_version)
+        return proven
+
+    async def _load(self, folder: Path, transport: Transport) -> None:
+        client, limit_s = self._server.client, self._spec.update_deadline_s
+        async with loading(client, self._dialect, timeout_s=limit_s):
+            await transport.send(client, folder, timeout_s=limit_s)
+        await client.flush()
+        await client.go_on()
+
+    async def _prove(self, version: Good, probe: Probe | None) -> Good:
+        """Score the probe through the server; WeightsCorrupt beyond its bound."""
+        sequences = [] if probe is None else [one.token_ids for one in probe.sequences]
+        scores = await self.engine.score_now(sequences)
+        if probe is not None:
+            run_probe(probe, lambda _: scores)
+        return Good(version.policy_version, version.folder, version.checksum, probe, scores)
+
+    async def _heal(self, candidate: Good, probe: Probe | None, err: WeightsCorrupt) -> Good:
+        """A fresh server of the new version, where the server is known to keep stale state."""
+        if not self._server.is_ours or self._spec.tensor_parallel == 1:
+            await self._go_back(str(err))
+            raise err
+        log.warning("sglang_state_stale", remedy="restart", error=str(err))
+        try:
+            await self._server.restart(candidate.folder)
+            return await self._prove(candidate, probe)
+        except (WeightsCorrupt, ServerRefused, HttpFailed, DeadlineExceeded) as again:
+            await self._go_back(str(again))
+            raise WeightsCorrupt(f"a fresh server, too: {again}") from err
+
+    async def _go_back(self, reason: str) -> None:
+        """The last good version serves again, loaded or from a fresh server."""
+        good = self.good
+        log.warning("sglang_goes_back", reason=reason, to=good.policy_version if good else None)
+        if good is None:
+            return
+        try:
+            await self._load(good.folder, Disk())
+            await self._prove_same(good)
+        except (ServerRefused, HttpFailed, DeadlineExceeded, WeightsCorrupt) as err:
+            log.warning("sglang_restarted", reason=str(err))
+            self.restarts += 1
+            await self._server.restart(good.folder)
+            await self._prove_same(good)
+        await self._server.client.label(good.policy_version)
+
+    async def _prove_same(self, good: Good) -> None:
+        """WeightsCorrupt unless the server scores as it did when this version was proven."""
+        if good.probe is None or not good.scores:
+            return
+        found = await self.engine.score_now([one.token_ids for one in good.probe.sequences])
+        delta = float(np.abs(np.concatenate(found) - np.concatenate(good.scores)).mean())
+        if not delta <= _SAME_SCORES:
+            raise WeightsCorrupt(
+                f"version {good.policy_version} came back with mean |delta log p| {delta:.3g}"
+            )
+
+    def _serve(self, proven: Good) -> None:
+        before, self.good = self.good, proven
+        self.engine.policy_version = proven.policy_version
+        if before is not None:
+            shutil.rmtree(before.folder, ignore_errors=True)
+
+
+def config_of(engine: EngineSpec, server: ServerSpec) -> dict[str, Any]:
+    return server_config(
+        engine.arch,
+        server.platform,
+        context_length=engine.context_length,
+        quantise_activations=engine.quantise_activations,
+    )
+
+
+def checksum_of(arch: Architecture, canonical: Mapping[str, Tensor]) -> str:
+    """Of what was published: the server keeps its own layout, and the probe speaks for that."""
+    return effective_checksum((name, value.numpy()) for name, value in published(arch, canonical))
+
+
+def _mean_abs_delta(version: Good) -> float | None:
+    if version.probe is None:
+        return None
+    return run_probe(version.probe, lambda _: version.scores)
