@@ -4,9 +4,11 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
 export OMP_NUM_THREADS ?= 1
+SGLANG_VENV ?= .venv-sglang
+SGLANG_ENV = ROLLOUT_SGLANG__PYTHON=$(abspath $(SGLANG_VENV)/bin/python) ROLLOUT_SGLANG__PLATFORM=cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real-data test test-fast test-slow check format bench policy clean
+.PHONY: help demo demo-sglang real-data test test-fast test-sglang check format bench policy clean
 
 help:             ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +24,12 @@ test: $(VENV)/.dev  ## all tests of this machine
 
 test-fast: $(VENV)/.dev  ## without the end-to-end runs
 	$(BIN)/python -m pytest -q -m "not slow" $(TEST_ARGS)
+
+test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.installed  ## with a real SGLang server on this CPU
+	$(SGLANG_ENV) $(BIN)/python -m pytest -q tests/sglang $(TEST_ARGS)
+
+demo-sglang: $(VENV)/.runtime $(SGLANG_VENV)/.installed  ## a small demo job sampled by SGLang
+	@$(SGLANG_ENV) $(BIN)/python -m services.cli demo --job configs/demo-sglang.toml $(DEMO_ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, layering
 	$(BIN)/ruff format --check .
@@ -49,6 +57,13 @@ $(VENV)/.runtime: requirements/services.txt requirements/trainer.txt requirement
 	@echo "installing what the services need into $(VENV) (once, a few minutes)"
 	@$(PIP) -r requirements/services.txt -r requirements/trainer.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/megatron.txt
+	@touch $@
+
+$(SGLANG_VENV)/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-no-deps.txt
+	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (once, a few minutes, 2.5 GB)"
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/sglang-cpu.txt
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu-no-deps.txt
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime

@@ -127,7 +127,7 @@ class World:
 
     async def until_running(self, num: int) -> None:
         async with asyncio.timeout(30):
-            while self.engine.load.running < num:
+            while self.engine.load.running < num:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -144,9 +144,10 @@ async def test_samples_carry_the_references_logprobs(world: World) -> None:
 async def test_a_stop_token_ends_a_sample_and_is_kept(world: World) -> None:
     result = await world.activate(variant(0))
     free = (await world.generate(world.request(samples=1, tokens=12)))[0]
-    stops = tuple(range(0, Architecture.load(CHECKPOINT).vocab_size))
+    stops = tuple(range(Architecture.load(CHECKPOINT).vocab_size))
     stopped = (await world.generate(world.request(samples=1, tokens=12, stops=stops)))[0]
-    assert stopped.finish_reason == "stop" and len(stopped.token_ids) == len(stopped.logprobs) == 1
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.token_ids) == len(stopped.logprobs) == 1
     assert free.finish_reason == "length"
     assert stopped.version_spans == [(result.version, 1)]
     world.check(stopped)
@@ -203,13 +204,14 @@ async def test_an_update_in_abort_mode_gives_back_what_there_is(world: World) ->
     whole = await world.generate(world.request(samples=4, tokens=180, partial=partial))
     for one, begun in zip(whole, cut, strict=True):
         assert one.token_ids[: len(begun.token_ids)].tolist() == begun.token_ids.tolist()
-        assert one.version_spans[-1][0] == after.version and one.finish_reason == "length"
+        assert one.version_spans[-1][0] == after.version
+        assert one.finish_reason == "length"
         world.check(one)
 
 
 async def test_a_version_that_fails_its_probe_leaves_the_old_one_serving(world: World) -> None:
     good = await world.activate(variant(0))
-    with pytest.raises((RemoteError, ValueError, Exception), match="probe"):
+    with pytest.raises(RemoteError, match="probe"):
         await world.activate(variant(1), probed_as=variant(0))
     assert world.engine.policy_version == good.version
     completions = await world.generate(world.request(samples=2, tokens=8))
@@ -247,7 +249,7 @@ async def test_a_caller_that_gives_up_ends_its_request(world: World) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     async with asyncio.timeout(20):
-        while world.engine.load.running:
+        while world.engine.load.running:  # noqa: ASYNC110  the engine tells it, nobody is woken
             await asyncio.sleep(0.05)
 
 

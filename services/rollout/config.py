@@ -2,8 +2,9 @@
 
 import tempfile
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from shared.config import Part, ServiceConfig, settings_of
 
@@ -17,6 +18,27 @@ class LimitsConfig(Part):
     """Completions of one /v1/generate."""
     max_timeout_s: float = Field(3600.0, gt=0)
     """Longest deadline that a request may set."""
+
+
+class SGLangConfig(Part):
+    """The SGLang server of this machine, for jobs whose engine it is."""
+
+    python: str | None = None
+    """Interpreter that has SGLang; None is the one that runs this service."""
+    platform: Literal["cpu", "cuda", "rocm"] = "cuda"
+    """Which preset of flags and environment a server is started with."""
+    url: str | None = None
+    """A server that runs already, to attach to; None starts one."""
+    token: SecretStr | None = None
+    """Its admin key, if it asks for one."""
+    transport: Literal["disk", "tensor", "gloo", "nccl"] = "disk"
+    """How weights reach the server."""
+    log_file: str | None = None
+    """Where its output goes; None is a temporary file."""
+    start_deadline_s: float = Field(1800.0, gt=0)
+    """Longest time from its start to its first token."""
+    extra_arguments: tuple[str, ...] = ()
+    """More of its command line, word by word."""
 
 
 class RolloutConfig(ServiceConfig):
@@ -39,5 +61,7 @@ class RolloutConfig(ServiceConfig):
     """How long a taken prompt waits for the version it asks for, before it goes back."""
     watch_s: float = Field(0.2, gt=0)
     """How often the current version and the holds are looked at."""
+    sglang: SGLangConfig = SGLangConfig()
+    """Where and how an SGLang server runs here."""
     limits: LimitsConfig = LimitsConfig()
     """What one request may ask for."""

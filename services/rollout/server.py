@@ -84,7 +84,7 @@ class RolloutServer:
             pid=os.getpid(),
             job_id=serving.job_id if serving else self._current.active_id,
             state=self.state,
-            engine="embedded" if serving else "",
+            engine=serving.job.rollout.engine if serving else "",
             policy_version=serving.policy_version if serving else None,
             shards_url=self.config.url_at(self.shards.port),
         )

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import structlog
 
-from services.rollout.config import RolloutConfig
+from services.rollout.config import RolloutConfig, SGLangConfig
 from services.rollout.engine.engine import Engine, EngineLoad, running_engine
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.weights import Updates
 from shared.errors import Retryable
 from shared.job import Job, expand_path
@@ -80,7 +81,7 @@ async def serving_job(
     await asyncio.to_thread(_remove_all_but, folder, announced.job_id)
     arch = await asyncio.to_thread(Architecture.load, checkpoint)
     tokenizer = await asyncio.to_thread(CheckpointTokenizer.load, checkpoint)
-    async with running_engine(engine_spec(job, arch)) as engine:
+    async with running_engine(engine_spec(job, arch, config)) as engine:
         engine.on_load = _show_load
         updates = Updates(
             engine,
@@ -100,17 +101,43 @@ async def serving_job(
                 folder.rmdir()
 
 
-def engine_spec(job: Job, arch: Architecture) -> EngineSpec:
+def engine_spec(job: Job, arch: Architecture, config: RolloutConfig) -> EngineSpec:
     """The engine's part of a job. Unquantised weights come as FP32 tensors."""
     rollout = job.rollout
     return EngineSpec(
         arch=arch if rollout.weights == "quantised" else arch.with_format("fp32"),
-        max_running_requests=rollout.max_running_requests,
+        max_running_requests=rollout.sglang.max_running_requests or rollout.max_running_requests,
         context_length=job.sampling.context_length,
         quantise_activations=rollout.quantise_activations,
         num_threads=rollout.num_threads,
         record_experts=job.actor.replay.routing,
         record_entries=job.actor.replay.indexer,
+        server=server_spec(job, config.sglang) if rollout.engine == "sglang" else None,
+    )
+
+
+def server_spec(job: Job, config: SGLangConfig) -> ServerSpec:
+    """The server that the job asks for, as this machine runs it."""
+    asked, replay = job.rollout.sglang, job.actor.replay
+    if replay.indexer:
+        raise ValueError("actor.replay.indexer: an SGLang server does not tell its indexer's picks")
+    if replay.routing and config.platform == "cpu":
+        raise ValueError(
+            "actor.replay.routing: an SGLang server on the CPU tells no routed experts"
+        )
+    return ServerSpec(
+        checkpoint=str(expand_path(job.model.rollout_checkpoint).absolute()),
+        platform=config.platform,
+        transport=config.transport,
+        tensor_parallel=asked.tensor_parallel,
+        max_total_tokens=asked.max_total_tokens,
+        url=config.url,
+        token=None if config.token is None else config.token.get_secret_value(),
+        python=config.python,
+        log_file=config.log_file,
+        extra_arguments=config.extra_arguments,
+        start_deadline_s=config.start_deadline_s,
+        update_deadline_s=job.update.deadline_s,
     )
 
 

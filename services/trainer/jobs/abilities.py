@@ -27,7 +27,6 @@ LACKING = (
         for part in ("mhc_pre", "mhc_post", "attention", "indexer", "experts", "router")
     ),
     Lacking("actor.deterministic", lambda on: not on, "GPU operations are not restricted yet"),
-    Lacking("rollout.engine", lambda name: name == "embedded", "only embedded is built"),
     Lacking("tracking.wandb", lambda section: section is None, "no client of wandb is built"),
 )
 

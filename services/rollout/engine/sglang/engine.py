@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager
 import numpy as np
 import structlog
 
+from services.rollout.engine.checks import check_request, check_routes, check_tokens
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
-from services.rollout.engine.scheduler import Limits, check_request
 from services.rollout.engine.sglang.generation import (
     Sequence,
     request_body,
@@ -26,6 +26,7 @@ from services.rollout.engine.sglang.generation import (
     scores_of,
     sequence_id,
 )
+from services.rollout.engine.sglang.routes import Tables, expert_ids
 from services.rollout.engine.sglang.server import Server
 from shared.errors import DeadlineExceeded, HttpFailed, Retryable
 from shared.tasks import wait_for_event
@@ -45,6 +46,7 @@ class SGLangEngine:
         self.policy_version: int | None = None
         self.tokens_sampled = 0
         self.paused = False
+        self.tables: Tables = {}  # of the hash layers that are served
         self._gate = asyncio.Event()
         self._calls: dict[str, list[Sequence]] = {}  # under way on the server
         self._idle = asyncio.Event()
@@ -53,7 +55,6 @@ class SGLangEngine:
         self._ended: set[str] = set()  # requests that were told to end
         self._hand_over = False  # an update that gives partial completions back
         self._numbers = itertools.count()
-        self._limits = Limits(spec.max_running_requests, spec.context_length)
 
     @property
     def num_running(self) -> int:
@@ -65,7 +66,9 @@ class SGLangEngine:
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
         """All completions; those that an abort or an abort-mode update cut short say so."""
-        check_request(request, self.spec.arch, self._limits)
+        check_request(request, self.spec.arch, self.spec.context_length)
+        if request.with_routes:
+            check_routes(request)
         self._require(request.policy_version)
         sequences = [Sequence.of(i, request.partial.get(i)) for i in request.samples]
         open_ = sequences
@@ -84,6 +87,9 @@ class SGLangEngine:
         self, sequences: list[list[int]], temperature: float, policy_version: int | None
     ) -> tuple[int, list[np.ndarray]]:
         """The version that scored, and FP32 log-probabilities of tokens 1.. of each sequence."""
+        for number, sequence in enumerate(sequences):
+            arch, limit = self.spec.arch, self.spec.context_length
+            check_tokens(np.array(sequence), arch, limit, f"sequence {number}")
         if temperature != 1.0:
             raise ValueError(f"an SGLang server scores at temperature 1, not {temperature:g}")
         await self._pass_gate(0)
@@ -169,6 +175,10 @@ class SGLangEngine:
             for one, answer in zip(sequences, answers, strict=True):
                 before = len(one.token_ids)
                 one.extend(answer, policy_version=version)
+                if request.with_routes:
+                    ids = request.prompt_token_ids.tolist() + one.token_ids
+                    found = expert_ids(answer["meta_info"], ids, self.spec.arch, self.tables)
+                    one.keep_routes(found)
                 self.tokens_sampled += len(one.token_ids) - before
         except HttpFailed as err:
             # The server is gone; the guard brings another, and the sequences go on from here.

@@ -14,6 +14,7 @@ from services.rollout.engine.requests import Completion, GroupRequest
 from services.rollout.engine.sampling import sample_key
 from services.rollout.engine.sglang.client import ServerRefused
 from shared.messages import FinishReason
+from shared.routes import TokenRoutes
 
 _SEED_BITS = 31  # of the server's sampling_seed
 
@@ -27,6 +28,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
+    expert_ids: np.ndarray | None = None  # [T, layers, k] of the inputs so far
 
     @classmethod
     def of(cls, sample: int, partial: Completion | None) -> "Sequence":
@@ -37,6 +39,7 @@ class Sequence:
             partial.token_ids.tolist(),
             partial.logprobs.tolist(),
             list(partial.version_spans),
+            expert_ids=None if partial.routes is None else partial.routes.expert_ids,
         )
 
     def completion(self) -> Completion:
@@ -45,6 +48,7 @@ class Sequence:
             np.array(self.logprobs, np.float32),
             self.spans,
             self.finish_reason,
+            None if self.expert_ids is None else TokenRoutes(self.expert_ids, None),
         )
 
     def extend(self, answer: dict[str, Any], *, policy_version: int) -> None:
@@ -62,6 +66,11 @@ class Sequence:
         elif ids:
             self.spans.append((policy_version, len(ids)))
         self.finish_reason = finish_reason(meta["finish_reason"])
+
+    def keep_routes(self, found: np.ndarray) -> None:
+        """Rows of inputs that are new; those that an earlier call used stay as they were."""
+        known = self.expert_ids
+        self.expert_ids = found if known is None else np.concatenate([known, found[len(known) :]])
 
 
 def finish_reason(reported: dict[str, Any] | None) -> FinishReason:
@@ -103,6 +112,7 @@ def request_body(
         ],
         "return_logprob": True,
         "logprob_start_len": -1,
+        "return_routed_experts": request.with_routes,
     }
 
 

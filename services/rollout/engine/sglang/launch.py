@@ -35,7 +35,8 @@ def launch_of(engine: EngineSpec, server: ServerSpec, *, model: Path, port: int)
         "sglang.launch_server",
         *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
         *("--max-running-requests", str(engine.max_running_requests)),
-        *("--context-length", str(engine.context_length)),
+        # One more than ours: the server wants room for a token after what it only scores.
+        *("--context-length", str(engine.context_length + 1)),
         *("--tensor-parallel-size", str(server.tensor_parallel)),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         "--skip-tokenizer-init",

@@ -10,7 +10,7 @@ first healed by a fresh server of the new version.
 import asyncio
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from services.rollout.engine.sglang.checkpoint import server_config, write_folde
 from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.dialects import Dialect, loading
 from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.routes import Tables
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import Disk, Transport
@@ -48,8 +49,9 @@ class Good:
     policy_version: int
     folder: Path
     checksum: str
-    probe: Probe | None
-    scores: list[np.ndarray]
+    tables: Tables  # of its hash layers
+    probe: Probe | None = None
+    scores: list[np.ndarray] = field(default_factory=list)
 
 
 class Versions:
@@ -124,7 +126,9 @@ class Versions:
         folder = self._folder / f"v{manifest.policy_version:08d}"
         shutil.rmtree(folder, ignore_errors=True)
         write_folder(folder, canonical, config_of(self.engine.spec, self._spec))
-        return Good(manifest.policy_version, folder, checksum_of(arch, canonical), None, [])
+        return Good(
+            manifest.policy_version, folder, checksum_of(arch, canonical), tables_of(canonical)
+        )
 
     async def _replace(self, candidate: Good, commit: CommitUpdate, watch: Stopwatch) -> Good:
         """The candidate, proven on the server; the old version is back there if this raises."""
@@ -154,7 +158,7 @@ class Versions:
         scores = await self.engine.score_now(sequences)
         if probe is not None:
             run_probe(probe, lambda _: scores)
-        return Good(version.policy_version, version.folder, version.checksum, probe, scores)
+        return replace(version, probe=probe, scores=scores)
 
     async def _heal(self, candidate: Good, probe: Probe | None, err: WeightsCorrupt) -> Good:
         """A fresh server of the new version, where the server is known to keep stale state."""
@@ -199,6 +203,7 @@ class Versions:
     def _serve(self, proven: Good) -> None:
         before, self.good = self.good, proven
         self.engine.policy_version = proven.policy_version
+        self.engine.tables = proven.tables
         if before is not None:
             shutil.rmtree(before.folder, ignore_errors=True)
 
@@ -215,6 +220,15 @@ def config_of(engine: EngineSpec, server: ServerSpec) -> dict[str, Any]:
 def checksum_of(arch: Architecture, canonical: Mapping[str, Tensor]) -> str:
     """Of what was published: the server keeps its own layout, and the probe speaks for that."""
     return effective_checksum((name, value.numpy()) for name, value in published(arch, canonical))
+
+
+def tables_of(canonical: Mapping[str, Tensor]) -> Tables:
+    """Expert ids by token of each hash layer."""
+    return {
+        int(name.split(".")[1]): table.numpy()
+        for name, table in canonical.items()
+        if name.startswith("layers.") and name.endswith(".tid2eid")
+    }
 
 
 def _mean_abs_delta(version: Good) -> float | None:

@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.rollout.config import RolloutConfig
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
 from services.rollout.serving import engine_spec
 from services.rollout.worker import group_share, text_of, to_group
@@ -99,7 +100,7 @@ def test_requests_survive_the_channel() -> None:
 
 def test_unquantised_weights_make_an_fp32_engine() -> None:
     arch = DEMO.with_format("fp8")
-    assert engine_spec(make_job(), arch).arch.weight_format == "fp8"
-    spec = engine_spec(make_job(rollout={"weights": "float32"}), arch)
+    assert engine_spec(make_job(), arch, RolloutConfig()).arch.weight_format == "fp8"
+    spec = engine_spec(make_job(rollout={"weights": "float32"}), arch, RolloutConfig())
     assert spec.arch.weight_format == "fp32"
     assert EngineSpec.from_payload(spec.to_payload()) == spec
