@@ -40,7 +40,7 @@ def server_config(
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
         "num_hidden_layers": 1,
-        "max_position_embeddings": context_length,
+        "max_position_embeddings": context_length + 1,  # as many as the server is started with
         "torch_dtype": "float32",
         "bos_token_id": None,
         "eos_token_id": None,

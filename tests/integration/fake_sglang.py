@@ -1,0 +1,167 @@
+"""A small server that answers like SGLang and, when told to, succeeds in words and fails in deed.
+
+It serves reference log-probabilities of whichever folder it loaded last. Each fault is one that was
+seen on real servers: see docs/sglang.md.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+from services.rollout.engine.sglang.checkpoint import read_folder
+from shared.process import free_port
+from tests.engine_contract import reference_logprobs
+
+Fault = Literal[
+    "none",
+    "ignores_weights",  # success, and the old weights stay
+    "keeps_stale_copy",  # success, equal checksums, and a derived copy of the old weights serves
+    "says_no",  # 200 with success false
+    "refuses",  # 400
+    "hangs",  # no answer to an update
+    "drops_connection",
+    "labels_nothing",  # success, and tokens go on carrying the old label
+    "forgets_post_processing",  # loads; post-processing answers success and does nothing
+]
+
+
+@dataclass
+class FakeServer:
+    """`faults` says what goes wrong at each update in turn; then nothing does."""
+
+    dialect: Literal["session", "post_process", "bare"] = "session"
+    faults: list[Fault] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    url: str = ""
+    label: str = "default"
+    _weights: dict[str, Any] = field(default_factory=dict)
+    _cached: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
+    _fault: Fault = "none"
+    _pending: dict[str, Any] | None = None
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.middleware("http")
+        async def note(request: Any, call_next: Any) -> Any:
+            self.calls.append(request.url.path)
+            return await call_next(request)
+
+        app.get("/server_info")(self._info)
+        app.get("/health_generate")(self._ok)
+        app.post("/generate")(self._generate)
+        for path in ("/pause_generation", "/continue_generation", "/abort_request"):
+            app.post(path)(self._ok)
+        app.post("/flush_cache")(self._flush)
+        app.post("/update_weights_from_disk")(self._update)
+        app.post("/update_weight_version")(self._label)
+        if self.dialect == "session":
+            app.post("/begin_weight_update")(self._ok)
+            app.post("/end_weight_update")(self._finish)
+        if self.dialect == "post_process":
+            app.post("/post_process_weights")(self._post_process)
+        return app
+
+    async def _ok(self) -> dict[str, Any]:
+        return {"success": True, "message": ""}
+
+    async def _info(self) -> dict[str, Any]:
+        return {"version": "0.5.23", "tp_size": 1}
+
+    async def _flush(self) -> dict[str, Any]:
+        self._cached.clear()
+        return await self._ok()
+
+    async def _label(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self._fault != "labels_nothing":
+            self.label = body["new_version"]
+        return await self._ok()
+
+    async def _update(self, body: dict[str, Any]) -> Any:
+        self._fault = self.faults.pop(0) if self.faults else "none"
+        if self._fault == "says_no":
+            return {"success": False, "message": "Failed to load layers.0.attn.wkv"}
+        if self._fault == "refuses":
+            return JSONResponse({"success": False, "message": "no session is open"}, 400)
+        if self._fault == "hangs":
+            await asyncio.sleep(3600)
+        if self._fault == "drops_connection":
+            raise ConnectionResetError
+        self._pending = read_folder(Path(body["model_path"]))
+        if self.dialect == "bare":
+            await self._finish()
+        return await self._ok()
+
+    async def _post_process(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("post_process_quantization"):
+            return await self._finish()
+        return await self._ok()
+
+    async def _finish(self) -> dict[str, Any]:
+        if self._pending is not None and self._fault not in (
+            "ignores_weights",
+            "forgets_post_processing",
+        ):
+            old, self._weights = self._weights, self._pending
+            if self._fault == "keeps_stale_copy" and old:
+                stale = {name: old[name] for name in old if ".attn." in name}
+                self._weights = self._weights | stale
+        self._pending = None
+        return await self._ok()
+
+    async def _generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            self._answer(ids, sampling, body)
+            for ids, sampling in zip(body["input_ids"], body["sampling_params"], strict=True)
+        ]
+
+    def _answer(
+        self, ids: list[int], sampling: dict[str, Any], body: dict[str, Any]
+    ) -> dict[str, Any]:
+        new = [7] * sampling["max_new_tokens"]
+        scores = self._scores(ids + new) if self._weights else [0.0] * (len(ids + new) - 1)
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": "length", "length": len(new)},
+            "weight_version": self.label,
+            "weight_versions": [{"version": self.label, "start": 0, "end": len(new)}],
+        }
+        if body.get("return_logprob"):
+            at = len(ids) - 1
+            meta["output_token_logprobs"] = [
+                [score, token, None] for score, token in zip(scores[at:], new, strict=True)
+            ]
+        if body.get("logprob_start_len") == 0:
+            pairs = zip([None, *scores[: len(ids) - 1]], ids, strict=True)
+            meta["input_token_logprobs"] = [[score, token, None] for score, token in pairs]
+        return {"output_ids": new, "meta_info": meta}
+
+    def _scores(self, ids: list[int]) -> list[float]:
+        """A prefix cached before an update answers for it until the cache is flushed."""
+        key = tuple(ids)
+        if key not in self._cached:
+            self._cached[key] = [float(x) for x in reference_logprobs(self._weights, ids)]
+        return self._cached[key]
+
+
+@contextlib.asynccontextmanager
+async def serving(server: FakeServer) -> AsyncIterator[FakeServer]:
+    port = free_port()
+    config = uvicorn.Config(server.app(), host="127.0.0.1", port=port, log_level="critical")
+    running = uvicorn.Server(config)
+    task = asyncio.create_task(running.serve())
+    async with asyncio.timeout(20):
+        while not running.started:  # noqa: ASYNC110  uvicorn tells it by a flag alone
+            await asyncio.sleep(0.02)
+    server.url = f"http://127.0.0.1:{port}"
+    try:
+        yield server
+    finally:
+        running.force_exit = running.should_exit = True
+        await task

@@ -1,0 +1,155 @@
+"""A server that answers success proves nothing: each known fault is refused, the old serves.
+
+The server is attached to, so that going back happens through its own update calls.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from services.rollout.engine.requests import EngineSpec, GroupRequest
+from services.rollout.engine.sglang.client import ServerRefused
+from services.rollout.engine.sglang.dialects import dialect_of
+from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.server import Server
+from services.rollout.engine.sglang.spec import ServerSpec
+from services.rollout.engine.sglang.transports import Disk
+from services.rollout.engine.sglang.versions import Versions
+from shared.errors import WeightsCorrupt
+from shared.messages import SamplingParams
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.weights.protocol import CommitUpdate, Probe, ProbeSequence
+from tests.engine_contract import CHECKPOINT, PROBE, reference_logprobs, variant
+from tests.integration.fake_sglang import FakeServer, Fault, serving
+from tests.integration.rollout_world import write_version
+
+OLD, NEW = variant(0), variant(1)
+
+
+@dataclass
+class Attached:
+    """Our side of one server."""
+
+    fake: FakeServer
+    engine: SGLangEngine
+    versions: Versions
+    folder: Path
+    numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    async def activate(self, stored: dict[str, Tensor]) -> int:
+        number = next(self.numbers)
+        staged = self.folder / f"staged-{number}"
+        manifest = write_version(staged, stored, number)
+        sequences = [
+            ProbeSequence(token_ids=ids, logprobs=reference_logprobs(stored, ids).tolist())
+            for ids in PROBE
+        ]
+        commit = CommitUpdate(probe=Probe(sequences=sequences, max_mean_abs_delta=1e-3))
+        await self.versions.activate(manifest, staged, commit, asked_at_s=time.monotonic())
+        return number
+
+    async def sample(self) -> list[tuple[int, int]]:
+        request = GroupRequest(
+            f"request-{next(self.numbers)}",
+            np.array(PROBE[0], np.int32),
+            [0],
+            SamplingParams(max_response_tokens=4),
+            seed=1,
+        )
+        return (await self.engine.generate(request))[0].version_spans
+
+
+@contextlib.asynccontextmanager
+async def attached(
+    fake: FakeServer, folder: Path, *, deadline_s: float = 20.0
+) -> AsyncIterator[Attached]:
+    async with serving(fake):
+        spec = ServerSpec(str(CHECKPOINT), url=fake.url, update_deadline_s=deadline_s)
+        engine_spec = EngineSpec(Architecture.load(CHECKPOINT), 8, 64, False, 1, server=spec)
+        server = Server(engine_spec, spec, log_file=folder / "server.log")
+        await server.start(folder)
+        engine = SGLangEngine(engine_spec, server)
+        dialect = dialect_of(await server.client.endpoints())
+        assert dialect == fake.dialect
+        versions = Versions(engine, spec, folder=folder, dialect=dialect, transport=Disk())
+        try:
+            yield Attached(fake, engine, versions, folder)
+        finally:
+            await server.stop()
+
+
+@pytest.mark.parametrize("dialect", ["session", "post_process", "bare"])
+async def test_versions_are_replaced_in_each_dialect(dialect: str, tmp_path: Path) -> None:
+    async with attached(FakeServer(dialect=dialect), tmp_path) as world:  # type: ignore[arg-type]
+        for stored in (OLD, NEW, OLD, NEW):
+            number = await world.activate(stored)
+            assert await world.sample() == [(number, 4)]
+        calls = world.fake.calls
+        assert calls.count("/flush_cache") == calls.count("/update_weights_from_disk") == 4
+        for at, path in enumerate(calls):
+            if path == "/update_weight_version":  # labelled only when the probe has been scored
+                assert calls[at - 1] == "/generate"
+
+
+FAULTS: list[Fault] = [
+    "ignores_weights",
+    "keeps_stale_copy",
+    "says_no",
+    "refuses",
+    "drops_connection",
+    "hangs",
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_fault_is_refused_and_the_old_version_serves(fault: Fault, tmp_path: Path) -> None:
+    deadline_s = 5.0 if fault == "hangs" else 20.0
+    async with attached(FakeServer(), tmp_path, deadline_s=deadline_s) as world:
+        old = await world.activate(OLD)
+        world.fake.faults = [fault]
+        with pytest.raises(WeightsCorrupt):
+            await world.activate(NEW)
+        assert world.engine.policy_version == old
+        assert await world.sample() == [(old, 4)]
+        found = await world.engine.score_now(PROBE)
+        np.testing.assert_allclose(found[0], reference_logprobs(OLD, PROBE[0]), atol=1e-5)
+        number = await world.activate(NEW)
+        assert await world.sample() == [(number, 4)]
+
+
+async def test_post_processing_that_does_nothing_is_refused(tmp_path: Path) -> None:
+    async with attached(FakeServer(dialect="post_process"), tmp_path) as world:
+        old = await world.activate(OLD)
+        world.fake.faults = ["forgets_post_processing"]
+        with pytest.raises(WeightsCorrupt, match="probe"):
+            await world.activate(NEW)
+        assert await world.sample() == [(old, 4)]
+
+
+async def test_tokens_with_another_label_are_refused(tmp_path: Path) -> None:
+    async with attached(FakeServer(), tmp_path) as world:
+        await world.activate(OLD)
+        world.fake.faults = ["labels_nothing"]
+        await world.activate(NEW)
+        with pytest.raises(ServerRefused, match="tokens are of version"):
+            await world.sample()
+
+
+async def test_what_waits_at_the_gate_is_sampled_by_the_new_version(tmp_path: Path) -> None:
+    async with attached(FakeServer(), tmp_path) as world:
+        await world.activate(OLD)
+        await world.engine.pause()
+        waiting = asyncio.create_task(world.sample())
+        await asyncio.sleep(0)
+        number = await world.activate(NEW)
+        assert world.engine.num_running == 0
+        world.engine.go_on()
+        assert await waiting == [(number, 4)]

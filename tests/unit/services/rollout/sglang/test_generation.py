@@ -1,0 +1,137 @@
+"""A server's answers become completions exactly, or are refused."""
+
+import base64
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.rollout.engine.requests import Completion, GroupRequest
+from services.rollout.engine.sglang.client import ServerRefused
+from services.rollout.engine.sglang.generation import (
+    Sequence,
+    finish_reason,
+    request_body,
+    scores_of,
+)
+from services.rollout.engine.sglang.routes import expert_ids
+from shared.messages import SamplingParams
+from shared.models.deepseek_v4.architecture import Architecture
+
+ARCH = Architecture.load(Path("assets/tiny-dsv4"))
+
+
+def answer(ids: list[int], *, version: str = "3", kind: str = "length") -> dict[str, object]:
+    return {
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": kind},
+            "output_token_logprobs": [[-0.5 - i, token, None] for i, token in enumerate(ids)],
+            "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
+        },
+    }
+
+
+def request(**changes: object) -> GroupRequest:
+    sampling = SamplingParams(max_response_tokens=10, stop_token_ids=[1], top_k=0, top_p=0.9)
+    fields = {"request_id": "r", "samples": [0, 3], "sampling": sampling, "seed": 5}
+    return GroupRequest(prompt_token_ids=np.array([5, 6, 7], np.int32), **(fields | changes))  # type: ignore[arg-type]
+
+
+def test_calls_add_up_to_one_completion_with_exact_spans() -> None:
+    one = Sequence(0)
+    one.extend(answer([4, 5], kind="abort"), policy_version=3)
+    one.extend(answer([6], version="4", kind="abort"), policy_version=4)
+    one.extend(answer([], version="4", kind="abort"), policy_version=4)
+    one.extend(answer([1], version="4", kind="stop"), policy_version=4)
+    completion = one.completion()
+    assert completion.token_ids.tolist() == [4, 5, 6, 1]
+    assert completion.version_spans == [(3, 2), (4, 2)]
+    assert completion.finish_reason == "stop"
+    np.testing.assert_allclose(completion.logprobs, [-0.5, -1.5, -0.5, -0.5])
+
+
+def test_a_partial_completion_goes_on_from_its_tokens() -> None:
+    begun = Completion(np.array([8, 9], np.int32), np.zeros(2, np.float32), [(2, 2)], "abort")
+    sequences = [Sequence.of(0, begun), Sequence.of(3, None)]
+    body = request_body(request(), sequences, call_id="r/1", context_length=64)
+    assert body["input_ids"] == [[5, 6, 7, 8, 9], [5, 6, 7]]
+    assert [one["max_new_tokens"] for one in body["sampling_params"]] == [8, 10]
+    assert body["sampling_params"][0]["top_k"] == -1  # every token, in the server's words
+    assert (
+        body["sampling_params"][0]["sampling_seed"] != body["sampling_params"][1]["sampling_seed"]
+    )
+    assert not body["rid"][0].startswith(body["rid"][1])
+
+
+def test_the_context_bounds_what_is_asked_for() -> None:
+    body = request_body(request(), [Sequence(0)], call_id="r/1", context_length=8)
+    assert body["sampling_params"][0]["max_new_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weight_versions": [{"version": "2"}]}, "tokens are of version"),
+        ({"weight_versions": [{"version": "3"}, {"version": "4"}]}, "tokens are of version"),
+        ({"output_token_logprobs": [[-1.0, 4, None]]}, "2 tokens came with 1 log-prob"),
+        ({"output_token_logprobs": [[-1.0, 4, None], [-1.0, 9, None]]}, "log-prob"),
+        ({"finish_reason": {"type": "weather"}}, "weather"),
+        ({"finish_reason": None}, "unknown"),
+    ],
+)
+def test_an_answer_that_contradicts_itself_is_refused(
+    change: dict[str, object], words: str
+) -> None:
+    bad = answer([4, 5])
+    bad["meta_info"] |= change  # type: ignore[operator]
+    with pytest.raises(ServerRefused, match=words):
+        Sequence(0).extend(bad, policy_version=3)
+
+
+def test_null_is_a_logprob_that_is_not_finite() -> None:
+    bad = answer([4])
+    bad["meta_info"]["output_token_logprobs"] = [[None, 4, None]]  # type: ignore[index]
+    one = Sequence(0)
+    one.extend(bad, policy_version=3)
+    assert np.isnan(one.logprobs[0])
+
+
+def test_reasons_to_end_are_mapped_and_others_refused() -> None:
+    assert [finish_reason({"type": kind}) for kind in ("stop", "length", "abort")] == [
+        "stop",
+        "length",
+        "abort",
+    ]
+
+
+def test_scores_are_of_the_tokens_that_were_asked_for() -> None:
+    found = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 6, None]]}}
+    np.testing.assert_allclose(scores_of(found, [5, 6]), [-1.5])
+    with pytest.raises(ServerRefused, match="2 scores came for 2 tokens"):
+        scores_of(found, [5, 7])
+
+
+def routed(ids: np.ndarray) -> dict[str, object]:
+    return {"routed_experts": base64.b64encode(ids.astype("<i4").tobytes()).decode()}
+
+
+def test_hash_layers_are_read_from_the_table_and_take_one_byte() -> None:
+    tokens = [5, 6, 7]
+    ids = np.ones((2, ARCH.num_hidden_layers, ARCH.num_experts_per_tok), np.int32)
+    ids[:, 0] = 0  # as the server leaves them
+    table = np.arange(ARCH.vocab_size)[:, None].repeat(ARCH.num_experts_per_tok, 1) % 8
+    found = expert_ids(routed(ids), tokens, ARCH, {0: table})
+    assert found.dtype == np.uint8
+    assert found[:, 0, 0].tolist() == [5, 6]
+    assert (found[:, 1:] == 1).all()
+
+
+def test_wrong_expert_ids_are_refused_with_value_and_bound() -> None:
+    shape = (2, ARCH.num_hidden_layers, ARCH.num_experts_per_tok)
+    with pytest.raises(ServerRefused, match="expert id 99 is not below 8"):
+        expert_ids(routed(np.full(shape, 99)), [5, 6, 7], ARCH, {})
+    with pytest.raises(ServerRefused, match="16 expert ids came for"):
+        expert_ids(routed(np.zeros(shape)), [5, 6, 7, 8], ARCH, {})
+    with pytest.raises(ServerRefused, match="--enable-return-routed-experts"):
+        expert_ids({}, [5, 6, 7], ARCH, {})
