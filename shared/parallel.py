@@ -78,11 +78,13 @@ class Layout:
         return [range(*pair) for pair in pairwise(starts)]
 
     def __str__(self) -> str:
-        """Example: TP1/PP4/EP4/DP4."""
+        """Example: TP1/PP4/EP4/DP4/LAST10."""
         parts = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "EP": self.expert}
         parts["ETP"] = self.expert_tensor
         shown = [f"{name}{size}" for name, size in parts.items() if size > 1 or name == "TP"]
-        return "/".join([*shown, f"DP{self.data}"])
+        uneven = {"FIRST": self.first_stage_layers, "LAST": self.last_stage_layers}
+        stages = [f"{name}{size}" for name, size in uneven.items() if size is not None]
+        return "/".join([*shown, f"DP{self.data}", *stages])
 
 
 def balanced_last_stage(num_layers: int, pipeline: int) -> int | None:

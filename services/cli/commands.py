@@ -12,6 +12,7 @@ from services.cli.convert import convert
 from services.cli.demo import DemoOptions, run_demo
 from services.cli.document import read_job
 from services.cli.parity import parity
+from services.cli.plan import plan
 from services.cli.run import log_to, run
 from services.cli.stack import MAX_REWARD, MAX_ROLLOUT, check_stack, choose_ports, stack_programs
 from services.cli.tables import job_table, jobs_table
@@ -50,6 +51,7 @@ LOCAL_TRAINER = "http://127.0.0.1:8700"
 
 app.command()(convert)
 app.command()(parity)
+app.command()(plan)
 
 
 @app.command()

@@ -12,7 +12,7 @@ def test_the_published_layout_is_four_stages_of_eleven_and_ten() -> None:
     assert (layout.data, layout.expert_data, layout.stage_ranks) == (4, 1, 4)
     assert [layout.stage_of(rank) for rank in (0, 3, 4, 15)] == [0, 0, 1, 3]
     assert balanced_last_stage(43, 4) == 10
-    assert str(layout) == "TP1/PP4/EP4/DP4"
+    assert str(layout) == "TP1/PP4/EP4/DP4/LAST10"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+"""Bytes on each rank of a pipeline stage, by what they are for."""
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.planner.activations import BlockActivations, block_activations, head_activations
+from shared.planner.parameters import FP32_BYTES, Parameters, stage_parameters
+from shared.planner.setup import Setup
+
+# Megatron's mixed-precision Adam: FP32 master, first and second moment of a BF16 weight; an FP32
+# weight is its own master.
+MASTER_BYTES = 4
+MOMENT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the device at the worst moment of a step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept for backward passes, of all micro-batches under way."""
+    working: int
+    """Of one block's backward pass, what it computes again included, or of the logits."""
+    logits: int
+    """The part of `working` that is the output head's; shown, not added."""
+    buffers: int
+    """Between stages, to experts on other ranks, rounded copies of weights."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "logits")
+
+    @property
+    def states(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes of the host for one rank."""
+
+    experts: int
+    """Masters and moments of the experts."""
+    dense: int
+    gradients: int
+    """Pinned copies of gradients on their way."""
+
+    @property
+    def total(self) -> int:
+        return self.experts + self.dense + self.gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One pipeline stage; every rank of it holds as much."""
+
+    number: int
+    layers: range
+    parameters: Parameters
+    memory: Memory
+    host: HostMemory
+
+    @classmethod
+    def of(cls, arch: Architecture, setup: Setup, number: int) -> Self:
+        layers = setup.layout.stage_layers(arch.num_hidden_layers)[number]
+        held = stage_parameters(arch, setup.layout, stage=number, freeze_router=setup.freeze_router)
+        return cls(
+            number, layers, held, _memory(arch, setup, number, layers, held), _host(held, setup)
+        )
+
+
+def _memory(
+    arch: Architecture, setup: Setup, number: int, layers: range, held: Parameters
+) -> Memory:
+    micro, layout, precision = setup.micro_batch, setup.layout, setup.precision
+    blocks = [block_activations(arch, layer, micro, layout, precision) for layer in layers]
+    kept = [_kept(block, setup, index) for index, block in enumerate(blocks)]
+    again = [block.kept - part for block, part in zip(blocks, kept, strict=True)]
+    streams = micro.tokens * arch.hc_mult * arch.hidden_size * precision.dtype_bytes
+    under_way = min(layout.pipeline - number, setup.micro_batches)
+    working = max(b.working + part for b, part in zip(blocks, again, strict=True)) + 2 * streams
+    activations, logits = under_way * sum(kept), 0
+    if number == layout.pipeline - 1:
+        head_kept, logits = head_activations(arch, micro, layout, precision)
+        activations += head_kept
+    return Memory(
+        weights=held.weight_bytes(precision.dtype_bytes),
+        gradients=held.trained * FP32_BYTES,
+        optimizer=round(sum(_state(held, setup)) * (1 - setup.offload)),
+        activations=activations,
+        working=max(working, logits),
+        logits=logits,
+        buffers=_buffers(arch, setup, held, streams),
+    )
+
+
+def _kept(block: BlockActivations, setup: Setup, index: int) -> int:
+    """What a block leaves for its backward pass."""
+    if setup.recomputed_blocks is not None and index >= setup.recomputed_blocks:
+        return block.kept
+    match setup.recompute:
+        case "none":
+            return block.kept
+        case "selective":
+            return block.boundary + block.hyper_connections
+        case "full":
+            return block.boundary
+
+
+def _buffers(arch: Architecture, setup: Setup, held: Parameters, streams: int) -> int:
+    layout, precision = setup.layout, setup.precision
+    between_stages = 4 * streams if layout.pipeline > 1 else 0
+    routed = setup.micro_batch.tokens * arch.num_experts_per_tok * arch.hidden_size
+    to_experts = 2 * routed * precision.dtype_bytes if layout.expert > 1 else 0
+    rounded = held.total * precision.dtype_bytes if setup.rounds else 0
+    return between_stages + to_experts + rounded
+
+
+def _state(held: Parameters, setup: Setup) -> tuple[float, float]:
+    """Bytes of optimiser state of a rank's experts and of the rest, wherever they are."""
+    per_weight = MOMENT_BYTES + (MASTER_BYTES if setup.dtype == "bfloat16" else 0)
+    copies = setup.layout.data * setup.layout.context
+    dense = held.dense * per_weight + held.dense_exact * MOMENT_BYTES
+    return held.experts * per_weight / setup.layout.expert_data, dense / copies
+
+
+def _host(held: Parameters, setup: Setup) -> HostMemory:
+    experts, dense = _state(held, setup)
+    share = setup.offload
+    # An offloaded FP32 weight has its master on the host as well.
+    copies = setup.layout.data * setup.layout.context
+    exact = held.dense_exact + (held.dense if setup.dtype == "float32" else 0)
+    more = held.experts / setup.layout.expert_data if setup.dtype == "float32" else 0.0
+    gradients = held.experts / setup.layout.expert_data
+    gradients += (held.dense + held.dense_exact) / copies
+    return HostMemory(
+        experts=round(share * (experts + MASTER_BYTES * more)),
+        dense=round(share * (dense + MASTER_BYTES * exact / copies)),
+        gradients=round(share * gradients * FP32_BYTES),
+    )

@@ -1,0 +1,48 @@
+"""The planner against what a step holds: states within 1 %, activations within 25 %."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.trainer.megatron.measure import measure
+from services.trainer.megatron.tracker import MemoryTracker
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.planner.plan import plan_setup
+from shared.planner.setup import Machine, Setup
+from tests.tiny_deepseek_v4 import ALIGNED, DEMO
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed:FutureWarning")
+LARGE_VOCABULARY = replace(ALIGNED, vocab_size=4096)
+
+
+def setup(dtype: str, length: int) -> Setup:
+    return Setup(dtype=dtype, max_tokens=512, sample_tokens=length, response_tokens=length * 3 // 4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("arch", "length"),
+    [(DEMO, 64), (ALIGNED, 256), (LARGE_VOCABULARY, 512)],
+    ids=["demo", "aligned", "large vocabulary"],
+)
+def test_the_plan_holds(megatron: None, arch: Architecture, dtype: str, length: int) -> None:
+    asked = setup(dtype, length)
+    found, planned = measure(arch, asked), plan_setup(arch, asked, Machine()).stages[0].memory
+    assert planned.weights == pytest.approx(found.weights, rel=0.01)
+    assert planned.gradients == pytest.approx(found.gradients, rel=0.01)
+    assert planned.optimizer == pytest.approx(found.optimizer, rel=0.01)
+    activations = planned.activations + planned.working + planned.buffers
+    assert activations == pytest.approx(found.activations, rel=0.25)
+
+
+def test_the_tracker_counts_storages_once_and_forgets_them() -> None:
+    with MemoryTracker() as tracker:
+        kept = torch.zeros(1000)
+        view = kept.view(10, 100)
+        assert tracker.live_bytes == 4000
+        assert float((view * 2).sum()) == 0  # freed at once
+        assert tracker.live_bytes == 4000
+        assert 8000 <= tracker.peak_bytes <= 8100
+        del kept, view
+    assert tracker.live_bytes == 0
