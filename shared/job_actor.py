@@ -3,15 +3,12 @@
 Environment variables have fields of their own: a job can set no other variable of a rank.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
-from shared.section import Section
+from shared.section import Section, SiteValue
 
-SITE_PREFIX = "SITE_"
-# A literal value, or one environment variable whose name begins with SITE_.
-SiteValue = Annotated[str, StringConstraints(pattern=r"^(\$SITE_[A-Z0-9_]+|[A-Za-z0-9_.:,=^-]+)$")]
 Kernel = Literal["torch", "triton"]
 
 

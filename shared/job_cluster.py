@@ -4,13 +4,13 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from shared.section import Section
+from shared.section import Section, SiteValue
 
 
 class RendezvousSection(Section):
     """Where the ranks of several nodes meet, through torchrun."""
 
-    host: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]+$")
+    host: SiteValue | None = None
     """Address of the conductor's node as the other nodes see it; one node needs none."""
     port: int = Field(29400, ge=1024, le=65535)
     timeout_s: float = Field(600.0, gt=0)
