@@ -7,6 +7,7 @@ Contents are hashed when written and verified when read; anything wrong is `Weig
 import json
 import os
 import queue
+import re
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import MegatronOptimizer
@@ -27,7 +29,12 @@ COMPLETE_FILE = "complete.json"
 _MEGATRON_FILE = "metadata.json"
 _INTEGRITY_FILE = "integrity.json"
 # The only optimiser layout that another parallel layout can read.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+_EXPERTS = re.compile(r"\.experts\.(w13|w2)$")
+_INNER_WIDTH = 2  # axis of both [E, 2, I, D] and [E, D, I]
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -82,20 +89,38 @@ def sharded_model(model: nn.Module) -> dict[str, Any]:
     """Every parameter and table of this rank as a piece of its global tensor, by module name."""
     tensors: dict[str, Any] = dict(model.named_parameters())
     tensors |= {name: table for name, table in model.named_buffers() if name.endswith("tid2eid")}
+    experts = {name: tensors.pop(name) for name in list(tensors) if _EXPERTS.search(name)}
     sharded_axes = {
         name: tensor.partition_dim
         for name, tensor in tensors.items()
         if getattr(tensor, "tensor_model_parallel", False)
     }
-    return cast(
-        dict[str, Any],
-        make_sharded_tensors_for_checkpoint(
-            tensors,
-            "",
-            sharded_axes,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    dense = make_sharded_tensors_for_checkpoint(
+        tensors,
+        "",
+        sharded_axes,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    return {**dense, **{name: _sharded_experts(name, tensor) for name, tensor in experts.items()}}
+
+
+def _sharded_experts(name: str, tensor: torch.Tensor) -> ShardedTensor:
+    """Stacked experts: spread over expert ranks, and each over the ranks that share its width."""
+    return ShardedTensor.from_rank_offsets(
+        name,
+        tensor,
+        (
+            0,
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_world_size(),
         ),
+        (
+            _INNER_WIDTH,
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        ),
+        replica_id=(0, 0, parallel_state.get_expert_data_parallel_rank()),
     )
 
 

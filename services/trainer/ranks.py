@@ -84,9 +84,7 @@ class Ranks:
         self._deadlines = RankDeadlines()
 
     @classmethod
-    async def start(
-        cls, *, job_id: str, job: Job, run_dir: Path, deadlines: RankDeadlines, num_ranks: int = 1
-    ) -> Self:
+    async def start(cls, *, job_id: str, job: Job, run_dir: Path, deadlines: RankDeadlines) -> Self:
         """Start the processes and have them load the job's first weights.
 
         `run_dir` is absolute. Raises `RanksLost`, or what the ranks say of the weights.
@@ -95,7 +93,7 @@ class Ranks:
         kill_marked(MARK, mark)  # what a killed conductor may have left
         async with AsyncExitStack() as stack:
             listener = await stack.enter_async_context(listening())
-            process = await _spawn(job, run_dir, listener.address, mark, num_ranks)
+            process = await _spawn(job, run_dir, listener.address, mark)
             stack.push_async_callback(process.wait)
             stack.callback(kill_marked, MARK, mark)  # runs first
             ranks = cls(stack, process, run_dir / LOG_FILE)
@@ -178,10 +176,9 @@ class Ranks:
         return f"{self._log_path} ends with: " + " | ".join(line.strip() for line in lines)
 
 
-async def _spawn(
-    job: Job, run_dir: Path, address: str, mark: str, num_ranks: int
-) -> asyncio.subprocess.Process:
+async def _spawn(job: Job, run_dir: Path, address: str, mark: str) -> asyncio.subprocess.Process:
     prepare_to_fork()
+    num_ranks = job.cluster.gpus_per_node
     argv = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", "1", "--nproc-per-node", str(num_ranks), "--max-restarts", "0"),

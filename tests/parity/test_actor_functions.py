@@ -145,7 +145,7 @@ def test_attention_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_entry_is_visible_to_the_query_that_closes_its_block() -> None:
-    seen = visible(torch.empty(1, 9, 2), 4)
+    seen = visible(torch.empty(1, 9, 2), Reach(window=1, ratio=4))
     assert seen[3].tolist() == [True, False]
     assert seen[2].tolist() == [False, False]
     assert seen[7].tolist() == [True, True]

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import structlog
+from megatron.core import parallel_state
 from torch import Tensor
 
 from services.trainer import checkpoint
 from services.trainer.engine import schedule
+from services.trainer.engine.agreement import together
 from services.trainer.engine.initial import load_release_weights, served_policy
 from services.trainer.engine.reference import ReferencePolicy
 from services.trainer.engine.rounding import rounded_weights
@@ -37,11 +39,12 @@ from services.trainer.megatron.optimizer import (
 )
 from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
-from services.trainer.packing import MicroBatch, ScoredSequence, pack
+from services.trainer.packing import MicroBatch, ScoredSequence, context_part, pack
 from shared.errors import Rejected
 from shared.job import Job, expand_path
 from shared.messages import TrainingBatch
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.models.deepseek_v4.layout import check_layout, row_alignment
 from shared.quant.activation import UNQUANTISED, ActivationQuant, embedded_rounding
 from shared.quant.policy import Policy
 
@@ -64,9 +67,17 @@ class Actor:
         )
         self.policy = served_policy(job, self.rollout_checkpoint)
         self._quant = _activation_rounding(job, self.policy)
-        self.config = transformer_config(self.architecture, dtype=job.actor.dtype)
+        check_layout(job, self.architecture)
+        self.layout = job.layout
+        self.config = transformer_config(
+            self.architecture, dtype=job.actor.dtype, layout=self.layout
+        )
+        stages = self.layout.stage_layers(self.architecture.num_hidden_layers)
         self.model = DeepSeekV4(
-            self.config, self.architecture, freeze_router=job.actor.freeze_router
+            self.config,
+            self.architecture,
+            layers=stages[parallel_state.get_pipeline_model_parallel_rank()],
+            freeze_router=job.actor.freeze_router,
         )
         self._load_first_weights()
         self._reference = ReferencePolicy(self.model) if job.algorithm.kl.coefficient else None
@@ -76,6 +87,7 @@ class Actor:
 
     @property
     def num_parameters(self) -> int:
+        """Of this rank."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def train_step(self, batch: TrainingBatch) -> dict[str, Any]:
@@ -151,16 +163,17 @@ class Actor:
         if checkpoint.is_checkpoint(path):
             checkpoint.load_model(self.model, path)
         else:
-            load_release_weights(self.model, path)
+            with together():
+                load_release_weights(self.model, path)
         log.info("first_weights_loaded", path=str(path), parameters=self.num_parameters)
 
     def _score(self, sequences: list[ScoredSequence], temperature: float) -> schedule.TokenRecord:
         num_tokens = sum(sequence.num_scored for sequence in sequences)
-        micro_batches = self._pack(sequences)
+        packed = self._pack(sequences)
         with self._rounding():
             return schedule.score(
                 self.model,
-                micro_batches,
+                packed.mine,
                 self.architecture,
                 num_tokens=num_tokens,
                 temperature=temperature,
@@ -181,8 +194,22 @@ class Actor:
             return nullcontext()
         return rounded_weights(self.model, self.policy)
 
-    def _pack(self, sequences: list[ScoredSequence]) -> list[MicroBatch]:
-        return pack(sequences, max_tokens=self.job.actor.max_tokens_per_gpu)
+    def _pack(self, sequences: list[ScoredSequence]) -> "_Packed":
+        """This rank's micro-batches: all ranks plan for all, and so agree without a word."""
+        layout = self.layout
+        shares = pack(
+            sequences,
+            max_tokens=self.job.actor.max_tokens_per_gpu * layout.context,
+            alignment=row_alignment(layout, self.architecture),
+            num_ranks=layout.data,
+        )
+        mine = shares[parallel_state.get_data_parallel_rank()]
+        rank = parallel_state.get_context_parallel_rank()
+        return _Packed(
+            [context_part(micro, rank, layout.context) for micro in mine],
+            sum(len(share) for share in shares),
+            sum(micro.token_ids.size for share in shares for micro in share),
+        )
 
     def _update(
         self,
@@ -196,7 +223,7 @@ class Actor:
         """Gradients of `tokens`, then one optimiser update."""
         algorithm = self.job.algorithm
         try:
-            micro_batches = self._pack(tokens.sequences)
+            packed = self._pack(tokens.sequences)
         except ValueError as err:
             raise Rejected(f"step {batch.step}: {err}") from err
         coefficients = token_coefficients(
@@ -210,7 +237,7 @@ class Actor:
             self.optimizer.zero_grad()
             loss, record = schedule.forward_backward(
                 self.wrapped,
-                micro_batches,
+                packed.mine,
                 self.architecture,
                 TokenBatch(
                     before.old,
@@ -231,9 +258,13 @@ class Actor:
             settings = self.job.actor.optimizer
             learning_rate = set_learning_rate(self.optimizer, settings, batch.step)
             _, grad_norm, _ = self.optimizer.step()
-        padded = sum(micro.token_ids.size for micro in micro_batches)
         return _UpdateResult(
-            loss, float(grad_norm), learning_rate, record, len(micro_batches), padded
+            loss,
+            float(grad_norm),
+            learning_rate,
+            record,
+            packed.micro_batches,
+            packed.padded_tokens,
         )
 
     def _check_drift(self, old: Tensor, tokens: ResponseTokens, step: int) -> None:
@@ -272,6 +303,15 @@ class _Scored:
             None if self.old is None else self.old[places],
             None if self.reference is None else self.reference[places],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Micro-batches of this rank, and how many they and their tokens are on all ranks."""
+
+    mine: list[MicroBatch]
+    micro_batches: int
+    padded_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

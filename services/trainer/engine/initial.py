@@ -12,7 +12,8 @@ from shared.quant.policy import POLICIES, Policy, scale_name
 
 
 def load_release_weights(model: nn.Module, path: Path) -> None:
-    """Read only what this stage holds. Raises ValueError naming tensor, expected and found."""
+    """Read only tensors of which this rank holds something, one at a time. Raises ValueError naming
+    tensor, expected and found."""
     release = open_release(path)
     wanted = [name for name, _ in release_tensors(model)]
     missing = [name for name in wanted if name not in release.specs]

@@ -11,9 +11,9 @@ import torch
 
 from services.trainer import checkpoint
 from services.trainer.engine.actor import Actor, Progress
+from services.trainer.engine.sharing import exchange, own_tensors
 from services.trainer.export import export_version
 from services.trainer.megatron import parallel
-from services.trainer.models.deepseek_v4.weights import release_tensors
 from shared.job import Job
 from shared.messages import TrainingBatch
 
@@ -57,9 +57,7 @@ class Operations:
         # Tiny softmax weights become denormals, on which a CPU is a hundred times slower.
         torch.set_flush_denormal(True)
         torch.manual_seed(job.seed)
-        parallel.initialise(seed=job.seed)
-        if parallel.num_ranks() > 1:
-            raise ValueError(f"{parallel.num_ranks()} ranks, but batches are not yet shared out")
+        parallel.initialise(seed=job.seed, layout=job.layout)
         self._job_id = payload["job_id"]
         self._actor = Actor(job, progress=self._progress)
         return {**self._state(), "num_parameters": self._actor.num_parameters}
@@ -86,13 +84,14 @@ class Operations:
         self._progress("export", actor.step)
         base = payload.get("base")
         manifest = export_version(
-            release_tensors(actor.model),
+            own_tensors(actor.model),
             Path(payload["path"]),
             job_id=self._job_id,
             policy_version=int(payload["policy_version"]),
             policy=actor.policy,
             max_shard_bytes=actor.job.update.max_shard_bytes,
             base=None if base is None else Path(base),
+            exchange=exchange(),
         )
         return {
             "bytes": manifest.num_bytes,

@@ -51,33 +51,46 @@ def replayed(micro: MicroBatch, arch: Architecture, device: torch.device) -> Rou
     if micro.routes is None:
         return None
     rows, width = micro.token_ids.shape
+    columns = slice(0, width)
+    if micro.part is not None:
+        columns = slice(micro.part.first, micro.part.first + width)
+        width = micro.part.width
     experts = [one.expert_ids for one in micro.routes if one.expert_ids is not None]
     entries = [one.entry_bits for one in micro.routes if one.entry_bits is not None]
     routes = Routes()
     if experts:
-        routes.replay = _experts(experts, arch, rows, width, device)
+        routes.replay = _experts(experts, arch, (rows, width, columns), device)
     if entries:
-        routes.entries = _entries(entries, arch, rows, width, device)
+        routes.entries = _entries(entries, arch, (rows, width, columns), device)
     return routes
 
 
 def _experts(
-    recorded: Sequence[np.ndarray], arch: Architecture, rows: int, width: int, device: torch.device
+    recorded: Sequence[np.ndarray],
+    arch: Architecture,
+    shape: tuple[int, int, slice],
+    device: torch.device,
 ) -> dict[int, Tensor]:
+    rows, width, columns = shape
     learned = [layer for layer in range(arch.num_hidden_layers) if not arch.is_hash_routed(layer)]
     top_k = arch.num_experts_per_tok
     ids = np.empty((len(learned), rows, width, top_k), np.int64)
     ids[:] = np.arange(top_k)
     for row, of_row in enumerate(recorded):
         ids[:, row, : len(of_row)] = of_row[:, learned].swapaxes(0, 1)
-    flat = torch.from_numpy(ids.reshape(len(learned), rows * width, top_k)).to(device)
+    mine = ids[:, :, columns].reshape(len(learned), -1, top_k)
+    flat = torch.from_numpy(mine).to(device)
     return dict(zip(learned, flat, strict=True))
 
 
 def _entries(
-    recorded: Sequence[np.ndarray], arch: Architecture, rows: int, width: int, device: torch.device
+    recorded: Sequence[np.ndarray],
+    arch: Architecture,
+    shape: tuple[int, int, slice],
+    device: torch.device,
 ) -> dict[int, Tensor]:
     """Nothing for rows so short that every entry survives."""
+    rows, width, columns = shape
     layers, first = indexed_layers(arch), first_selecting_token(arch)
     if width <= first:
         return {}
@@ -86,4 +99,4 @@ def _entries(
     for row, of_row in enumerate(recorded):
         selecting = unpack_bits(of_row[first:], num_entries)
         kept[:, row, first : len(of_row)] = selecting.swapaxes(0, 1)
-    return dict(zip(layers, torch.from_numpy(kept).to(device), strict=True))
+    return dict(zip(layers, torch.from_numpy(kept[:, :, columns]).to(device), strict=True))

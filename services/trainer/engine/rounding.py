@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from services.trainer.engine.agreement import together
 from services.trainer.models.deepseek_v4.weights import release_tensors
 from shared.models.deepseek_v4.checkpoint import dequantise_tensor, quantise_tensor
 from shared.quant.policy import Policy, format_of, scale_name
@@ -27,7 +28,7 @@ def rounded_weights(model: nn.Module, policy: Policy) -> Iterator[None]:
     """
     kept: list[tuple[Tensor, Tensor]] = []
     try:
-        with torch.no_grad():
+        with together(), torch.no_grad():
             for name, weight in release_tensors(model):
                 if format_of(name, policy) not in _EXACT[weight.dtype]:
                     values = published_values(name, weight, policy)

@@ -1,6 +1,7 @@
 """Runs micro-batches through Megatron's schedule and puts per-token results back in batch order.
 
-One place for scoring and training, so that both see the same rows in the same order.
+One place for scoring and training, so that both see the same rows in the same order. Each rank runs
+its own micro-batches; what they found is summed over ranks, so that all of them know all tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import (
+    get_context_parallel_group,
+    get_context_parallel_rank,
+    get_tensor_model_parallel_rank,
+    is_pipeline_last_stage,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from services.trainer.engine.replay import replayed
@@ -79,6 +88,8 @@ def forward_backward(
     """Accumulate the gradient of the policy loss of all micro-batches; -> the loss, the record."""
 
     def learn(micro: MicroBatch, scores: TokenScores) -> tuple[Tensor, TokenRecord]:
+        if not len(micro.places):  # other ranks still work, and the gradient of nothing is awaited
+            return 0 * (scores.logprobs.sum() + scores.entropy.sum()), TokenRecord.empty(0)
         here = tokens.at(torch.from_numpy(micro.places), scores.logprobs.device)
         result = policy_loss(scores.logprobs, scores.entropy, here, algorithm)
         record = TokenRecord(
@@ -112,7 +123,7 @@ _Judge = Callable[[MicroBatch, TokenScores], tuple[Tensor, TokenRecord]]
 
 def _run(inputs: _Pass, judge: _Judge, *, forward_only: bool) -> tuple[float, TokenRecord]:
     record = TokenRecord.empty(inputs.num_tokens)
-    if not inputs.micro_batches:
+    if not inputs.micro_batches:  # on no rank, then
         return 0.0, record
 
     def step(batches: Iterator[MicroBatch], stage: Any) -> tuple[Any, Any]:
@@ -124,11 +135,29 @@ def _run(inputs: _Pass, judge: _Judge, *, forward_only: bool) -> tuple[float, To
         data_iterator=iter(inputs.micro_batches),
         model=[inputs.model],
         num_microbatches=len(inputs.micro_batches),
-        seq_length=1,  # only pipelines read these two
+        seq_length=1,  # stages tell each other shapes instead
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    return sum(losses), record
+    return _everywhere(sum(losses), record)
+
+
+def _everywhere(loss: float, record: TokenRecord) -> tuple[float, TokenRecord]:
+    """The sums over ranks. Every token was scored in one place, and copies of it are left out."""
+    if dist.get_world_size() == 1:
+        return loss, record
+    copies = get_tensor_model_parallel_rank() + get_context_parallel_rank()
+    counts = is_pipeline_last_stage() and copies == 0
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    values = [getattr(record, name).double() for name in record.__slots__]
+    flat = torch.cat([torch.tensor([loss], dtype=torch.float64), *values]) * counts
+    flat = flat.to(device)
+    dist.all_reduce(flat)
+    total, *parts = flat.cpu().split([1, *[len(value) for value in values]])
+    found = dict(zip(record.__slots__, parts, strict=True))
+    return total.item(), TokenRecord(
+        **{name: part.to(getattr(record, name).dtype) for name, part in found.items()}
+    )
 
 
 def _forward(stage: Any, micro: MicroBatch, inputs: _Pass) -> Any:
@@ -146,7 +175,19 @@ def _forward(stage: Any, micro: MicroBatch, inputs: _Pass) -> Any:
 def _loss(
     judge: _Judge, micro: MicroBatch, record: TokenRecord, scores: TokenScores
 ) -> tuple[Tensor, Tensor, float]:
-    total, values = judge(micro, scores)
+    total, values = judge(micro, _whole(micro, scores))
     record.put(torch.from_numpy(micro.places), values)
     # Three values: the schedule then leaves the loss as it is (`calculate_per_token_loss`).
     return total, torch.zeros((), dtype=torch.int), total.item()
+
+
+def _whole(micro: MicroBatch, scores: TokenScores) -> TokenScores:
+    """Scores of all positions of rows that context-parallel ranks share: a loss may need whole
+    samples. Each rank computes the same loss and sends back the gradient of its own scores."""
+    if micro.part is None:
+        return scores
+    places = torch.from_numpy(micro.part.scored).to(scores.logprobs.device)
+    own = torch.stack((scores.logprobs, scores.entropy))
+    total = own.new_zeros(2, len(micro.places)).index_copy(1, places, own)
+    total = reduce_from_tensor_model_parallel_region(total, group=get_context_parallel_group())
+    return TokenScores(total[0], total[1])

@@ -22,6 +22,8 @@ from services.trainer.jobs.shards import find_trouble
 from shared.data import DataError, load_rows
 from shared.errors import TandemError
 from shared.job import DataSection, Job, expand_path
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.models.deepseek_v4.layout import check_layout
 from shared.tokenizer import TOKENIZER_FILE
 
 MAX_VALUE_CHARS = 200
@@ -89,7 +91,19 @@ def check_files(job: Job, roots: Sequence[Path]) -> Job:
         section = section.model_copy(update={"data": own, "also": also})
     if places.problems:
         raise Refused(places.problems)
+    _check_layout(job, Path(model.rollout_checkpoint))
     return job.model_copy(update={"model": model, "data": data, "eval": section})
+
+
+def _check_layout(job: Job, checkpoint: Path) -> None:
+    """No process starts for a layout that the model cannot have."""
+    if job.layout.world == 1:
+        return
+    try:
+        check_layout(job, Architecture.load(checkpoint))
+    except ValueError as err:
+        shown = str(job.layout)
+        raise Refused([Problem("actor.parallel", shown, str(err))]) from err
 
 
 def allowed_roots(project: Path, configured: Iterable[Path]) -> list[Path]:

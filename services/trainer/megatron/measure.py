@@ -54,7 +54,7 @@ def _samples(architecture: Architecture, setup: Setup) -> list[ScoredSequence]:
 
 def _one_pass(wrapped: torch.nn.Module, sequences: list[ScoredSequence], setup: Setup) -> None:
     """Forward and backward of any loss: what is kept does not depend on which."""
-    (micro,) = pack(sequences, max_tokens=setup.max_tokens)
+    ((micro,),) = pack(sequences, max_tokens=setup.max_tokens)
     scores = wrapped(
         torch.from_numpy(micro.token_ids),
         positions_N=torch.from_numpy(micro.positions),

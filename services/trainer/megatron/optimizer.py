@@ -7,6 +7,7 @@ weight decay. BF16 parameters get FP32 masters, FP32 ones change in place; gradi
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -116,7 +117,12 @@ def set_learning_rate(optimizer: MegatronOptimizer, settings: OptimizerSection, 
 
 
 def gradients_are_finite(wrapped: DistributedDataParallel) -> bool:
-    """Whether this rank's gradients, and the norm that clipping divides by, are numbers."""
+    """Whether all ranks' gradients, and the norm that clipping divides by, are numbers.
+
+    The same answer everywhere, and no later than the norm itself would overflow.
+    """
     buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
     norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
-    return bool(torch.isfinite(torch.stack(norms).square().sum()))
+    squares = torch.stack(norms).square().sum()
+    dist.all_reduce(squares)
+    return bool(torch.isfinite(squares))

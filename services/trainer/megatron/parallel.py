@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from services.trainer.megatron import cpu
+from shared.parallel import Layout
 
 
 def join(*, timeout_s: float = 600.0) -> None:
@@ -31,11 +32,23 @@ def join(*, timeout_s: float = 600.0) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def initialise(*, seed: int) -> None:
-    """Join, build Megatron's groups and seed its generators; again only seeds."""
+def initialise(*, seed: int, layout: Layout | None = None) -> None:
+    """Join, build Megatron's groups and seed its generators; again only seeds.
+
+    ValueError if there are not as many ranks as `layout` has; None is a world of one.
+    """
     join()
+    layout = Layout() if layout is None else layout
+    if layout.world != num_ranks():
+        raise ValueError(f"{layout} has {layout.world} ranks, {num_ranks()} were started")
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+        )
     model_parallel_cuda_manual_seed(seed)
 
 

@@ -1,10 +1,13 @@
 """Hybrid attention of one layer: window attention with K = V, plus compressed entries.
 
 Heads and output groups are sharded over tensor-parallel ranks; the latent projections, the norms,
-the compressor and the indexer are whole on every rank.
+the compressor and the indexer are whole on every rank. Context-parallel ranks hold consecutive
+tokens of every row and gather keys and entries.
 """
 
 # B rows, S tokens, D model width, H local heads, K head width, G local output groups
+from dataclasses import replace
+
 import torch
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -14,7 +17,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from services.trainer.models.deepseek_v4 import activations
+from services.trainer.models.deepseek_v4 import activations, context
 from services.trainer.models.deepseek_v4.attention_core import Reach, attend, visible
 from services.trainer.models.deepseek_v4.compressor import Compressor
 from services.trainer.models.deepseek_v4.indexer import Indexer
@@ -22,6 +25,7 @@ from services.trainer.models.deepseek_v4.layers import (
     GroupedColumnLinear,
     ReplicatedLinear,
     RMSNorm,
+    split_parameter,
     wide,
 )
 from services.trainer.models.deepseek_v4.rope import norm_rotate, rotate
@@ -56,7 +60,7 @@ class HybridAttention(nn.Module):
         )
         self.wkv = ReplicatedLinear(config, a.hidden_size, a.head_dim)
         self.kv_norm = RMSNorm(config, a.head_dim)
-        self.attn_sink = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32))
+        self.attn_sink = split_parameter(torch.zeros(self.heads, dtype=torch.float32))
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         if self.reach.ratio:
@@ -88,6 +92,7 @@ class HybridAttention(nn.Module):
     ) -> Tensor:
         """`[B, S, D]` -> `[B * S, D]`."""
         rows, length, _ = x_BSD.shape
+        reach = replace(self.reach, first=context.first(length))
         rounded_BSD = activations.linear_input(x_BSD, quant)
         turns_S1P = turns.unsqueeze(1)
         qr = activations.linear_input(self.q_norm(self.wq_a(rounded_BSD)), quant)
@@ -98,11 +103,11 @@ class HybridAttention(nn.Module):
         entries_BWK, selected_BSW = self._entries(x_BSD, qr, turns, routes, trace, quant)
         out_BSHK = attend(
             q_BSHK,
-            _for_all_heads(kv_BSK),
+            context.gather(_for_all_heads(kv_BSK)),
             self.attn_sink,
-            None if entries_BWK is None else _for_all_heads(entries_BWK),
+            None if entries_BWK is None else context.gather(_for_all_heads(entries_BWK)),
             selected_BSW,
-            reach=self.reach,
+            reach=reach,
         )
         out_BSHK = trace("attn.core", rotate(out_BSHK, turns_S1P, inverse=True))
         up_TR = self.wo_a(out_BSHK.view(rows * length, self.groups, -1))
@@ -139,9 +144,10 @@ class HybridAttention(nn.Module):
             return
         rows, length, _ = x_BSD.shape
         if selected is None:
-            shape = (rows, length, length // self.reach.ratio)
+            shape = (rows, length, context.size() * length // self.reach.ratio)
             selected = torch.ones(shape, dtype=torch.bool, device=x_BSD.device)
-        trace("attn.indexer", selected & visible(selected, self.reach.ratio))
+        reach = replace(self.reach, first=context.first(length))
+        trace("attn.indexer", selected & visible(selected, reach))
 
 
 def _for_all_heads(shared: Tensor) -> Tensor:

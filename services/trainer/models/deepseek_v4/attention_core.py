@@ -23,6 +23,8 @@ class Reach:
 
     window: int
     ratio: int
+    first: int = 0
+    """Position of the first query; keys and entries always begin at 0."""
 
 
 def attend(
@@ -42,10 +44,10 @@ def attend(
     return _Attend.apply(q_BSHK, kv_BSK, sink_H, entries_BWK, selected_BSW, reach)
 
 
-def visible(like_BSW: Tensor, ratio: int) -> Tensor:
+def visible(like_BSW: Tensor, reach: Reach) -> Tensor:
     """`[S, W]` bool: entry w is visible to query t iff `w < (t + 1) // ratio`."""
-    position = torch.arange(like_BSW.size(1), device=like_BSW.device).unsqueeze(-1)
-    return torch.arange(like_BSW.size(2), device=like_BSW.device) < (position + 1) // ratio
+    position = reach.first + torch.arange(like_BSW.size(1), device=like_BSW.device).unsqueeze(-1)
+    return torch.arange(like_BSW.size(2), device=like_BSW.device) < (position + 1) // reach.ratio
 
 
 class _Attend(torch.autograd.Function):
@@ -126,27 +128,28 @@ def _chunks(
     length = q.size(1)
     for start in range(0, length, QUERY_CHUNK):
         stop = min(start + QUERY_CHUNK, length)
-        first = max(0, start - reach.window + 1)
-        num_entries = 0 if entries is None else min(entries.size(1), stop // reach.ratio)
-        keys = [wide(kv[:, first:stop]), wide(kv.new_zeros(kv.size(0), 1, kv.size(2)))]
+        place = slice(reach.first + start, reach.first + stop)
+        first = max(0, place.start - reach.window + 1)
+        num_entries = 0 if entries is None else min(entries.size(1), place.stop // reach.ratio)
+        keys = [wide(kv[:, first : place.stop]), wide(kv.new_zeros(kv.size(0), 1, kv.size(2)))]
         if entries is not None:
             keys.insert(1, wide(entries[:, :num_entries]))
         queries = slice(start, stop)
         chosen = None if selected is None else selected[:, queries, :num_entries]
         yield _Chunk(
             queries=queries,
-            tokens=slice(first, stop),
+            tokens=slice(first, place.stop),
             q=wide(q[:, queries]).contiguous(),
             keys=torch.cat(keys, 1),
-            bias=_bias(queries, first, num_entries, chosen, reach, like=keys[0]),
-            num_tokens=stop - first,
+            bias=_bias(place, first, num_entries, chosen, reach, like=keys[0]),
+            num_tokens=place.stop - first,
             num_entries=num_entries,
             scale=q.size(-1) ** -0.5,
         )
 
 
 def _bias(
-    queries: slice,
+    place: slice,
     first: int,
     num_entries: int,
     chosen: Tensor | None,
@@ -154,9 +157,12 @@ def _bias(
     *,
     like: Tensor,
 ) -> Tensor:
-    """-inf for tokens outside the window or ahead, and for entries not closed or not chosen."""
-    position = torch.arange(queries.start, queries.stop, device=like.device).unsqueeze(-1)
-    token = torch.arange(first, queries.stop, device=like.device)
+    """-inf for tokens outside the window or ahead, and for entries not closed or not chosen.
+
+    `place` is where the queries stand in their rows.
+    """
+    position = torch.arange(place.start, place.stop, device=like.device).unsqueeze(-1)
+    token = torch.arange(first, place.stop, device=like.device)
     hidden = [(token > position) | (token <= position - reach.window)]
     if num_entries:
         entry = torch.arange(num_entries, device=like.device)

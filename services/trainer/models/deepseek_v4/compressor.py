@@ -8,8 +8,8 @@ softmax is per channel, in FP32; a trailing partial block gives no entry.
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
+from services.trainer.models.deepseek_v4 import context
 from services.trainer.models.deepseek_v4.layers import ReplicatedLinear, RMSNorm, new_parameter
 from services.trainer.models.deepseek_v4.rope import rotate
 from shared.models.deepseek_v4.architecture import C4_RATIO
@@ -50,5 +50,5 @@ class Compressor(nn.Module):
 def _overlap(blocks_BWRC: Tensor, *, fill: float) -> Tensor:
     """`[B, W, R, 2K]` -> `[B, W, 2R, K]`: the previous block's first halves, this one's second."""
     first, second = blocks_BWRC.chunk(2, -1)
-    previous = pad(first[:, :-1], (0, 0, 0, 0, 1, 0), value=fill)
-    return torch.cat((previous, second), 2)
+    before = context.from_previous(first[:, -1:], fill=fill)
+    return torch.cat((torch.cat((before, first[:, :-1]), 1), second), 2)

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from services.trainer.models.deepseek_v4.activations import linear_input
+from services.trainer.models.deepseek_v4.dispatch import Dispatch, all_tokens, own_tokens
 from services.trainer.models.deepseek_v4.layers import (
     ClampedSwiGLU,
     clamped_swiglu,
@@ -77,35 +78,52 @@ class SharedExpert(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """Gate and up rows of all local experts in `w13 [E, 2, I, D]`, down rows in `w2 [E, D, I]`."""
+    """Gate and up rows of all local experts in `w13 [E, 2, I, D]`, down rows in `w2 [E, D, I]`.
+
+    I is this rank's part of the inner width. Tensor-parallel ranks, which hold the same tokens,
+    route a part of them each.
+    """
 
     def __init__(self, config: TransformerConfig, architecture: Architecture) -> None:
         super().__init__()
         a = architecture
+        self.num_global = a.n_routed_experts
         self.num_experts = a.n_routed_experts // config.expert_model_parallel_size
-        inner = a.moe_intermediate_size
+        inner = a.moe_intermediate_size // config.expert_tensor_parallel_size
         self.w13 = new_parameter(config, self.num_experts, 2, inner, a.hidden_size)
         self.w2 = new_parameter(config, self.num_experts, a.hidden_size, inner)
         for weight in (self.w13, self.w2):
-            # Megatron reduces these over expert-data-parallel ranks only.
-            weight.allreduce = config.expert_model_parallel_size == 1
+            # Megatron reduces these over expert-data-parallel ranks, whatever the layout, so that
+            # every layout's checkpoint has the same parts; and no rank holds a duplicate.
+            weight.allreduce = False
+            weight.tensor_model_parallel, weight.partition_dim = True, 2
         self.limit = a.swiglu_limit
 
     def forward(
         self, x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, quant: ActivationQuant
     ) -> Tensor:
         """-> `[T, D]` FP32: the weighted sum over each token's experts. `x` comes rounded."""
+        x_TD, ids_Tk, weights_Tk = own_tokens(x_TD), own_tokens(ids_Tk), own_tokens(weights_Tk)
         flat = ids_Tk.flatten()
         order_M = torch.argsort(flat, stable=True)
         place_M = torch.empty_like(order_M)
         place_M[order_M] = torch.arange(order_M.numel(), device=order_M.device)
-        counts = torch.bincount(flat, minlength=self.num_experts).tolist()
+        dispatch = Dispatch(
+            torch.bincount(flat, minlength=self.num_global), num_local=self.num_experts
+        )
         rows_MD = _TakeRows.apply(x_TD, order_M, place_M, ids_Tk.size(1))
         weights_M = weights_Tk.flatten()[order_M]
-        out_MD = _GroupedSwiGLU.apply(
-            rows_MD, self.w13, self.w2, weights_M, counts, self.limit, quant
+        out_ND = _GroupedSwiGLU.apply(
+            dispatch.to_experts(rows_MD),
+            self.w13,
+            self.w2,
+            dispatch.to_experts(weights_M.unsqueeze(1)).squeeze(1),
+            dispatch.counts,
+            self.limit,
+            quant,
         )
-        return _SumRows.apply(out_MD, order_M, place_M, ids_Tk.size(1))
+        out_MD = dispatch.from_experts(out_ND)
+        return all_tokens(_SumRows.apply(out_MD, order_M, place_M, ids_Tk.size(1)))
 
 
 def _sum_by_token(rows_MD: Tensor, place_M: Tensor, k: int) -> Tensor:

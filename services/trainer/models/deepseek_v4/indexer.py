@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from services.trainer.models.deepseek_v4 import context
 from services.trainer.models.deepseek_v4.activations import indexer_vectors
 from services.trainer.models.deepseek_v4.compressor import Compressor
 from services.trainer.models.deepseek_v4.layers import ReplicatedLinear, freeze, wide
@@ -44,20 +45,22 @@ class Indexer(nn.Module):
         Queries and entries are rounded to `form`; `qr` comes rounded as the input of a linear.
         """
         rows, length = x_BSD.shape[:2]
-        if length // self.ratio <= self.top_k:
+        if context.size() * length // self.ratio <= self.top_k:
             return None
         keys_BWK = self.compressor(x_BSD, turns)
         assert keys_BWK is not None
+        keys_BWK, origin = context.gather(keys_BWK), context.first(length)
         selected = torch.ones(rows, length, keys_BWK.size(1), dtype=torch.bool, device=x_BSD.device)
         # Queries before `first` see at most top_k entries and keep them all.
-        first = (self.top_k + 1) * self.ratio - 1
+        first = max(0, (self.top_k + 1) * self.ratio - 1 - origin)
         keys_BKW = indexer_vectors(keys_BWK, form).transpose(1, 2)
         for start in range(first, length, QUERY_CHUNK):
             chunk = slice(start, min(start + QUERY_CHUNK, length))
             q_BSHK = self._queries(qr_BSC[:, chunk], turns[chunk])
             scores = self._scores(x_BSD[:, chunk], indexer_vectors(q_BSHK, form), keys_BKW)
             entry = torch.arange(keys_BWK.size(1), device=x_BSD.device)
-            position = torch.arange(chunk.start, chunk.stop, device=x_BSD.device).unsqueeze(-1)
+            local = torch.arange(chunk.start, chunk.stop, device=x_BSD.device)
+            position = origin + local.unsqueeze(-1)
             scores.masked_fill_(entry >= (position + 1) // self.ratio, float("-inf"))
             selected[:, chunk] = top_mask(scores, self.top_k)
         return selected

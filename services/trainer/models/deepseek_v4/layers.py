@@ -7,7 +7,10 @@ non-linearities are computed in FP32 (`wide`), and results return to the activat
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
@@ -24,6 +27,13 @@ def new_parameter(config: TransformerConfig, *shape: int, dtype: torch.dtype | N
     if config.perform_initialization:
         config.init_method(weight)
     return weight
+
+
+def split_parameter(values: Tensor) -> Any:
+    """A parameter of which every tensor-parallel rank holds its own part of the first dimension."""
+    parameter = nn.Parameter(values)
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return parameter
 
 
 def freeze(module: nn.Module) -> None:

@@ -37,6 +37,7 @@ class DeepSeekV4(MegatronModule):
         layers = range(architecture.num_hidden_layers) if layers is None else layers
         self.architecture = architecture
         self.model_type = ModelType.encoder_or_decoder  # Megatron's schedules ask
+        self.share_embeddings_and_output_weights = False  # and its gradient reduction
         self.pre_process = layers.start == 0
         self.post_process = layers.stop == architecture.num_hidden_layers
         self.input_tensor: Tensor | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.trainer.models.deepseek_v4 import context
 from services.trainer.models.deepseek_v4.layers import inverse_rms, row_dots, wide
 from shared.models.deepseek_v4.architecture import Architecture
 
@@ -23,9 +24,11 @@ def rotations(frequencies: tuple[float, ...], length: int, device: torch.device)
 
 
 def layer_rotations(architecture: Architecture, layer: int, like: Tensor) -> Tensor:
-    """The table of one layer for `like` `[B, S, …]`: `[S, pairs]`."""
-    length = -(-like.size(1) // 128) * 128  # few distinct tables, so that the cache serves them
-    return rotations(architecture.rope_frequencies(layer), length, like.device)[: like.size(1)]
+    """The table of one layer for `like` `[B, S, …]`, this rank's tokens: `[S, pairs]`."""
+    start = context.first(like.size(1))
+    stop = start + like.size(1)
+    length = -(-stop // 128) * 128  # few distinct tables, so that the cache serves them
+    return rotations(architecture.rope_frequencies(layer), length, like.device)[start:stop]
 
 
 def rotate(x: Tensor, turns: Tensor, *, inverse: bool = False) -> Tensor:

@@ -1,0 +1,119 @@
+"""Every layout trains the same policy as one rank: losses, gradients, weights, scores, checkpoints.
+
+Reductions over ranks add in another order: relative to the whole tensor, FP32 weights agree to
+`WEIGHTS` and gradients, where a small sum of large terms may be left, to `GRADIENTS`. What Adam
+keeps after the first step is the gradient itself (times 0.1 and the clipping), which is how
+gradients are compared.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.trainer.convert.torch_dist import TorchDist
+from shared.models.deepseek_v4.checkpoint import write_release
+from shared.weights.stored import StoredVersion
+from tests.integration.layout_world import ROUNDS, VOCABULARY
+from tests.tiny_deepseek_v4 import SMALL, random_weights
+
+pytestmark = pytest.mark.timeout(240)
+
+LOSS, WEIGHTS, GRADIENTS, SCORES = 1e-6, 5e-6, 1e-3, 1e-5
+ARCHITECTURE = replace(
+    SMALL,
+    vocab_size=VOCABULARY,
+    sliding_window=8,
+    compress_ratios=(0, 4, 8, 4, 8),
+    index_topk=3,
+    swiglu_limit=10.0,
+)
+"""Three of five layers are hash routed, so that each cut has one behind it."""
+NAMES = [world.name for worlds in ROUNDS for world in worlds if world.name != "one"]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all layouts have left what they found."""
+    folder = tmp_path_factory.mktemp("layouts")
+    release = folder / "release"
+    write_release(
+        release,
+        ARCHITECTURE.with_format("fp8"),
+        random_weights(ARCHITECTURE, seed=3, spread=0.5),
+    )
+    with (folder / "log").open("wb") as log:
+        code = subprocess.run(
+            [sys.executable, "-m", "tests.integration.layout_world", str(release), str(folder)],
+            stdout=log,
+            stderr=log,
+            timeout=200,
+            check=False,
+        ).returncode
+    assert code == 0, (folder / "log").read_text()[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layout_trains_as_one_rank_does(out: Path, name: str) -> None:
+    one, other = found(out, "one"), found(out, name)
+    steps = other["metrics"]
+    for expected, metrics in zip(one["metrics"][-len(steps) :], steps, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "delta_logprob_mean", "tis_weight_mean"):
+            assert metrics[key] == pytest.approx(expected[key], rel=10 * LOSS, abs=LOSS), key
+        assert metrics["response_tokens"] == expected["response_tokens"]
+    for expected_row, row in zip(one["scores"], other["scores"], strict=True):
+        assert row == pytest.approx(expected_row, abs=SCORES)
+    states = ("step3",) if "after" in name else ("step1", "step3")
+    for state in states:
+        assert_same_state(tensors(out / "one" / state), tensors(out / name / state))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "after" not in name])
+def test_ranks_export_what_one_rank_does_to_the_byte(out: Path, name: str) -> None:
+    one, other = exported(out, "one"), exported(out, name)
+    assert one.keys() == other.keys()
+    assert [key for key in one if one[key] != other[key]] == []
+
+
+def exported(out: Path, name: str) -> dict[str, bytes]:
+    stored = StoredVersion.open(out / name / "v0")
+    assert stored is not None
+    entries = stored.manifest.tensors
+    read = {entry.name: stored.tensor(entry.name) for entry in entries}
+    return {
+        key: f"{value[0].shape}".encode() + value[1].tobytes()
+        for key, value in read.items()
+        if value
+    }
+
+
+def found(out: Path, name: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((out / name / "found.json").read_text())
+    return read
+
+
+@cache
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    stored = TorchDist(checkpoint)
+    return {name: stored.read(name) for name in stored.tensors}
+
+
+def assert_same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, expected in one.items():
+        bound = GRADIENTS if name.startswith("optimizer.state.exp_avg") else WEIGHTS
+        assert relative(expected, other[name]) < bound, name
+
+
+def relative(expected: Tensor, value: Tensor) -> float:
+    assert expected.shape == value.shape
+    difference = (expected.double() - value.double()).norm()
+    return float(difference / expected.double().norm().clamp_min(torch.finfo().tiny))
