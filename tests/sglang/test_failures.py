@@ -1,0 +1,90 @@
+"""A real server that is killed or stops: what runs goes on, and the proven version is back."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from services.rollout.engine.engine import running_engine
+from services.rollout.engine.requests import EngineSpec
+from services.rollout.engine.sglang.launch import MARK
+from services.rollout.engine.sglang.spec import ServerSpec
+from shared.errors import RemoteError
+from shared.models.deepseek_v4.architecture import Architecture
+from tests.engine_contract import CHECKPOINT, World, variant
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(
+    sglang_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[World]:
+    folder: Path = tmp_path_factory.mktemp("versions")
+    server = ServerSpec(
+        checkpoint=str(CHECKPOINT.absolute()),
+        python=sglang_python,
+        log_file=str(folder / "server.log"),
+        update_deadline_s=15.0,
+    )
+    spec = EngineSpec(Architecture.load(CHECKPOINT), 16, 256, False, 1, server=server)
+    async with running_engine(spec) as engine:
+        yield World(engine, folder)
+    assert not processes_of(engine.pid, anywhere=True)
+
+
+def processes_of(child_pid: int, *, anywhere: bool = False) -> list[psutil.Process]:
+    """The server's processes, by the mark in their environment, below the engine child."""
+    if not anywhere:
+        return psutil.Process(child_pid).children(recursive=True)
+    marked = []
+    for process in psutil.process_iter():
+        try:
+            if MARK in process.environ():
+                marked.append(process)
+        except psutil.Error:
+            continue
+    return marked
+
+
+async def test_a_server_killed_in_mid_generation_is_replaced_and_the_group_finished(
+    world: World,
+) -> None:
+    good = await world.activate(variant(0))
+    running = asyncio.create_task(
+        world.engine.generate(world.request(samples=4, tokens=100), timeout_s=500)
+    )
+    await world.until_running(4)
+    psutil.Process(world.engine.pid).children()[0].kill()
+    for one in await running:
+        assert one.version_spans == [(good.version, 100)]
+        world.check(one)
+
+
+async def test_a_server_that_stops_in_mid_update_is_replaced_and_the_old_version_serves(
+    world: World,
+) -> None:
+    good = await world.activate(variant(0))
+    for process in processes_of(world.engine.pid):
+        process.send_signal(signal.SIGSTOP)
+    with pytest.raises(RemoteError):
+        await world.engine.activate(*(await staged(world)), timeout_s=500)
+    assert world.engine.policy_version == good.version
+    completions = await world.engine.generate(world.request(samples=2, tokens=8), timeout_s=500)
+    for one in completions:
+        assert one.version_spans == [(good.version, 8)]
+        world.check(one)
+
+
+async def staged(world: World):  # type: ignore[no-untyped-def]
+    from shared.weights.protocol import CommitUpdate
+    from tests.integration.rollout_world import write_version
+
+    version = next(world.numbers)
+    folder = world.folder / f"v{version}"
+    write_version(folder, variant(1), version)
+    return folder, CommitUpdate()
