@@ -64,7 +64,10 @@ def parity(
     isolate: Annotated[
         bool, typer.Option("--isolate", help="Walk with each block on the first side's streams.")
     ] = False,
-    tolerance: Annotated[float, typer.Option(help="Of the walk, relative.", min=0)] = 1e-4,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Of the walk, relative; by the trainer's dtype, or 1e-4.", min=0),
+    ] = None,
     float64: Annotated[bool, typer.Option("--float64", help="Compute in float64.")] = False,
     max_mean: Bound = 0.04,
     max_p99: Bound = None,
@@ -104,7 +107,8 @@ def parity(
             mode: Literal["none", "chained", "isolated"]
             mode = "isolated" if isolate else "chained" if walk else "none"
             dtype = "float64" if float64 else "float32"
-            more = {"walk": mode, "tolerance": tolerance, "dtype": dtype}
+            more: dict[str, Any] = {"walk": mode, "dtype": dtype}
+            more |= {} if tolerance is None else {"tolerance": tolerance}
             request = _offline_request(ours, theirs, common | more)
             report = await _offline(request, bounds, deadline_s)
         else:
@@ -113,6 +117,7 @@ def parity(
                 "rollout_url": rollout,
                 "policy_version": policy_version,
                 "walk": walk or isolate,
+                "tolerance": tolerance,
                 "bounds": {"mean": max_mean, "p99": max_p99, "max": max_largest, "k3": max_k3},
                 "deadline_s": deadline_s,
             }

@@ -4,7 +4,7 @@ import asyncio
 from typing import Annotated, Any, cast
 
 import numpy as np
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,8 +13,10 @@ from services.rollout.server import RolloutServer
 from services.rollout.serving import Serving
 from services.rollout.weights import CommitFailed, UpdateConflict, UpdateUnknown
 from services.rollout.worker import text_of
-from shared.errors import ChannelClosed, DeadlineExceeded, Retryable
+from shared.bodies import limited_body
+from shared.errors import ChannelClosed, DeadlineExceeded, Rejected, Retryable
 from shared.messages import SamplingParams
+from shared.parity.trace import MAX_BODY_BYTES, MEDIA_TYPE, TraceRequest
 from shared.registry import live_replicas
 from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
 
@@ -118,6 +120,17 @@ async def score(body: ScoreRequest, request: Request) -> ScoreResponse:
     return ScoreResponse(policy_version=answer["policy_version"], logprobs=logprobs)
 
 
+@router.post("/trace", responses=_PROBLEMS, tags=["sampling"], response_class=Response)
+async def trace(request: Request) -> Response:
+    """Inner states after every sub-module: a msgpack `TraceRequest` in, a `Traced` out."""
+    server, serving = _server(request), _serving(request)
+    body = await limited_body(request, MAX_BODY_BYTES)
+    asked = await asyncio.to_thread(TraceRequest.unpack, body)
+    timeout_s = min(asked.timeout_s, server.config.limits.max_timeout_s)
+    traced = await serving.engine.trace(body, timeout_s=timeout_s)
+    return Response(traced, media_type=MEDIA_TYPE)
+
+
 @router.get("/info", tags=["operation"])
 async def info(request: Request) -> dict[str, Any]:
     """Job, version, state and load."""
@@ -187,6 +200,7 @@ STATUS: dict[type[Exception], int] = {
     UpdateConflict: 409,
     CommitFailed: 500,
     Retryable: 409,
+    Rejected: 422,
     ChannelClosed: 503,
     DeadlineExceeded: 504,
     TimeoutError: 504,

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from services.trainer import api, weight_routes
+from services.trainer import api, inspection, weight_routes
 from services.trainer.config import TrainerConfig
 from services.trainer.dashboard.routes import router as dashboard
 from services.trainer.jobs.runner import BeginRanks, JobRunner
@@ -52,6 +52,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
 
     app = FastAPI(title="Tandem trainer", lifespan=lifespan)
     app.include_router(api.router)
+    app.include_router(inspection.router)
     app.include_router(weight_routes.router)
     app.include_router(dashboard)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))

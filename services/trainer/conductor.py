@@ -93,13 +93,21 @@ class Conductor:
 
         def check() -> None:
             nonlocal held
-            held = self._ranks_version
-            if policy_version not in (None, held):
-                raise LookupError(f"version {held} is held, not {policy_version}")
+            held = self._held(policy_version)
 
         keeper = self.parts.keeper
         logprobs = await keeper.score(sequences, temperature=temperature, check=check)
         return held, logprobs
+
+    async def trace(self, request: bytes, *, policy_version: int | None) -> bytes:
+        """Inner states of the ranks, packed; LookupError when `policy_version` is another."""
+        return await self.parts.keeper.trace(request, check=lambda: self._held(policy_version))
+
+    def _held(self, wanted: int | None) -> int:
+        held = self._ranks_version
+        if wanted not in (None, held):
+            raise LookupError(f"version {held} is held, not {wanted}")
+        return held
 
     # One step
 

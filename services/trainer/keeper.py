@@ -98,6 +98,12 @@ class RankKeeper:
             check()
             return await self._insist(lambda ranks: ranks.score(sequences, temperature))
 
+    async def trace(self, request: bytes, *, check: Callable[[], int]) -> bytes:
+        """Inner states as a packed `Traced`; `check` says at our turn which version is held."""
+        async with self._turn:
+            version = check()
+            return await self._insist(lambda ranks: ranks.trace(request, version))
+
     async def save(self, step: int) -> None:
         """Write a checkpoint; then older ones, and batches before the oldest kept, may go."""
         began_s = time.monotonic()

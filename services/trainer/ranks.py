@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import structlog
 from pydantic import Field
@@ -68,6 +68,7 @@ class RankSet(Protocol):
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float
     ) -> list[list[float]]: ...
+    async def trace(self, request: bytes, policy_version: int) -> bytes: ...
     async def stop(self) -> None: ...
 
 
@@ -137,6 +138,12 @@ class Ranks:
         what = {"sequences": [list(ids) for ids in sequences], "temperature": temperature}
         answer = await self._ask("score", what, self._deadlines.score_s)
         return [[float(value) for value in row] for row in answer["logprobs"]]
+
+    async def trace(self, request: bytes, policy_version: int) -> bytes:
+        """A packed `Traced` for a packed `TraceRequest`; the version is what they hold."""
+        what = {"request": request, "policy_version": policy_version}
+        answer = await self._ask("trace", what, self._deadlines.score_s)
+        return cast(bytes, answer["traced"])
 
     async def stop(self) -> None:
         """Ask them to end, then see that nothing of them is left: who is late is killed."""

@@ -17,7 +17,8 @@ from shared.messages import Message
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.parity.walk import States
 
-MAX_TRACE_TOKENS = 512
+MAX_TRACE_TOKENS = 512  # of one sequence
+MAX_TRACE_SEQUENCES = 64
 MAX_STATE_BYTES = 256 * 2**20
 MAX_BODY_BYTES = MAX_STATE_BYTES + 2**20
 MEDIA_TYPE = "application/msgpack"
@@ -60,44 +61,61 @@ class StateArray(Message):
 
 
 class TraceRequest(Message):
-    """The states of one sequence. With `streams` every layer asked for is given the streams of
+    """The states of some sequences. With `streams` every layer asked for is given the streams of
     another side (by the names `embed` and `layers.N.hc_ffn.merge`) instead of its predecessor's."""
 
     max_bytes: ClassVar[int] = MAX_BODY_BYTES
 
-    token_ids: Int32
+    sequences: list[Int32] = Field(min_length=1, max_length=MAX_TRACE_SEQUENCES)
     policy_version: int | None = Field(None, description="refuse to trace any other")
     layers: tuple[int, int] | None = Field(None, description="first, and one past the last")
     points: list[str] | None = Field(None, description="names within a layer, as 'router'")
     rounding: TraceRounding = "own"
-    streams: dict[str, StateArray] | None = None
+    streams: list[dict[str, StateArray]] | None = None
     timeout_s: float = Field(60.0, gt=0, le=3600)
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
-        if not 2 <= len(self.token_ids) <= MAX_TRACE_TOKENS:
-            allowed = f"2 to {MAX_TRACE_TOKENS}"
-            raise ValueError(f"{len(self.token_ids)} tokens to trace, allowed are {allowed}")
+        for i, tokens in enumerate(self.sequences):
+            if not 2 <= len(tokens) <= MAX_TRACE_TOKENS:
+                allowed = f"2 to {MAX_TRACE_TOKENS}"
+                raise ValueError(f"sequence {i} has {len(tokens)} tokens, allowed are {allowed}")
         if self.layers is not None and not 0 <= self.layers[0] < self.layers[1]:
             raise ValueError(f"layers {list(self.layers)} are none")
+        if self.streams is not None and len(self.streams) != len(self.sequences):
+            raise ValueError(f"{len(self.streams)} streams for {len(self.sequences)} sequences")
         return self
+
+    def check(self, arch: Architecture) -> None:
+        """ValueError for a token or a layer that the model does not have."""
+        for i, tokens in enumerate(self.sequences):
+            for bad in (int(tokens.min()), int(tokens.max())):
+                if not 0 <= bad < arch.vocab_size:
+                    raise ValueError(
+                        f"sequence {i}: token id {bad} is outside the vocabulary of "
+                        f"{arch.vocab_size}"
+                    )
+        if self.layers is not None and self.layers[1] > arch.num_hidden_layers:
+            raise ValueError(f"layers {list(self.layers)} of a model with {arch.num_hidden_layers}")
 
 
 class Traced(Message):
-    """States by the names of `names.trace_points`, the tokens' rows first."""
+    """Of each sequence, states by the names of `names.trace_points`, one row a token."""
 
     max_bytes: ClassVar[int] = MAX_BODY_BYTES
 
     policy_version: int
-    states: dict[str, StateArray]
+    states: list[dict[str, StateArray]]
 
-    @property
-    def arrays(self) -> States:
-        return {name: state.values for name, state in self.states.items()}
+
+def arrays(states: Mapping[str, StateArray]) -> States:
+    """What `walk` compares."""
+    return {name: state.values for name, state in states.items()}
 
 
 class Recorder:
-    """Takes the states that are asked for, cut to the tokens; ValueError once they are too many."""
+    """Takes the states that are asked for, sequence by sequence, cut to its tokens; ValueError once
+    they are too many."""
 
     def __init__(
         self,
@@ -107,10 +125,11 @@ class Recorder:
     ) -> None:
         self._request, self._arch, self._to_numpy = request, arch, to_numpy
         self._num_bytes = 0
-        self.states: dict[str, StateArray] = {}
-        last = arch.num_hidden_layers
-        if request.layers is not None and request.layers[1] > last:
-            raise ValueError(f"layers {list(request.layers)} of a model that has {last}")
+        self.states: list[dict[str, StateArray]] = []
+
+    def begin_sequence(self) -> None:
+        """What is recorded from here on is of the next sequence."""
+        self.states.append({})
 
     def __call__(self, name: str, value: Any) -> None:
         if not self._is_wanted(name):
@@ -122,7 +141,7 @@ class Recorder:
                 f"the states exceed {MAX_STATE_BYTES} bytes at {name}: ask for fewer tokens, "
                 "layers or points"
             )
-        self.states[name] = state
+        self.states[-1][name] = state
 
     def _is_wanted(self, name: str) -> bool:
         layer, part = split_point(name)
@@ -134,7 +153,7 @@ class Recorder:
     def _cut(self, name: str, value: np.ndarray) -> np.ndarray:
         """Without rows that pad the batch; one sequence has no batch dimension."""
         layer, part = split_point(name)
-        tokens = len(self._request.token_ids)
+        tokens = len(self._request.sequences[len(self.states) - 1])
         if part in ("attn.compressor", "attn.indexer"):
             assert layer is not None
             entries = tokens // self._arch.compress_ratios[layer]
@@ -152,16 +171,6 @@ def split_point(name: str) -> tuple[int | None, str]:
     return int(layer), part
 
 
-def stream_names(layers: range) -> list[str]:
-    """The streams that enter each of `layers`, and those that leave the last."""
-    return ["embed" if i == 0 else stream_name(i - 1) for i in (*layers, layers.stop)]
-
-
 def stream_name(layer: int) -> str:
-    """The streams that leave `layer`."""
-    return f"layers.{layer}.hc_ffn.merge"
-
-
-def packed_streams(states: Mapping[str, StateArray], layers: range) -> dict[str, StateArray]:
-    """Of another side's states, what the layers of a `TraceRequest.streams` need."""
-    return {name: states[name] for name in stream_names(layers)}
+    """The streams that enter `layer`, which are those that leave the one before."""
+    return "embed" if layer == 0 else f"layers.{layer - 1}.hc_ffn.merge"

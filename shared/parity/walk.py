@@ -6,7 +6,7 @@ those before the departure that nobody compared are suspects, too.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ class Point:
     departure: float
     row: int
     share: float = 0.0
+    is_choice: bool = False
     is_whole: bool = True
 
 
@@ -116,24 +117,29 @@ def walk(
     *,
     tolerance: float = TOLERANCE,
     row_share: float = 0.0,
+    choice_share: float = 0.0,
+    names: Sequence[str] | None = None,
 ) -> Walk:
     """Compare every point that both sides have; ValueError when their sizes differ.
 
-    A point departs when more than `row_share` of its rows do. Between sides that round activations
-    a sum in another order flips a code now and then: a few rows are then no mistake.
+    A point departs when more than `row_share` of its rows do (`choice_share` where the state is a
+    choice). Between sides that round activations a sum in another order flips a code now and then:
+    a few rows are then no mistake. `names` are the points to walk, in order of computation; all of
+    them unless told otherwise.
     """
     points: list[Point] = []
     missing: list[str] = []
     suspects: list[str] = []
     first: Point | None = None
-    for name in trace_points(arch):
+    for name in trace_points(arch) if names is None else names:
         if name not in ours or name not in theirs:
             missing.append(name)
             suspects += [name] if first is None else []
             continue
         point = _compare(name, ours[name], theirs[name], arch, tolerance)
         points.append(point)
-        if first is None and point.departure > tolerance and point.share > row_share:
+        allowed = choice_share if point.is_choice else row_share
+        if first is None and point.departure > tolerance and point.share > allowed:
             first, suspects = point, [*suspects, name]
         elif first is None:
             suspects = [s for s in suspects if not _clears(name, s)]
@@ -187,7 +193,7 @@ def _compare(name: str, ours: Any, theirs: Any, arch: Architecture, tolerance: f
         differs = (mine != other).any(-1)
         departure, row = float(differs.mean()), int(differs.argmax())
         is_whole = not name.endswith(".router")
-        return Point(name, label(name), departure, row, departure, is_whole)
+        return Point(name, label(name), departure, row, departure, True, is_whole)
     by_row = _departures(mine.astype(np.float64), other.astype(np.float64))
     row = int(by_row.argmax())
     share = float((by_row > tolerance).mean())

@@ -45,6 +45,7 @@ from shared.messages import (
     VersionSpan,
     WeightsAnnounced,
 )
+from shared.parity.trace import Traced, TraceRequest
 from shared.registry import Replica, register, unregister
 from shared.streams import Consumer, announce, publish
 from shared.tasks import end, wait_for_event
@@ -152,6 +153,10 @@ class FakeRanks:
         self, sequences: Sequence[Sequence[int]], temperature: float
     ) -> list[list[float]]:
         return [[-1.0] * (len(ids) - 1) for ids in sequences]
+
+    async def trace(self, request: bytes, policy_version: int) -> bytes:
+        asked = TraceRequest.unpack(request)
+        return Traced(policy_version=policy_version, states=[{} for _ in asked.sequences]).pack()
 
     async def stop(self) -> None:
         return None

@@ -21,6 +21,7 @@ from shared.errors import ChannelClosed, Rejected, RemoteError
 from shared.messages import TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.checkpoint import dequantise_tensor, load_release, write_release
 from shared.models.deepseek_v4.reference import Reference
+from shared.parity.trace import Traced, TraceRequest
 from shared.process import die_with_parent, free_port, prepare_to_fork
 from shared.quant.policy import is_scale, scale_name
 from shared.weights.manifest import MANIFEST_FILE, Manifest, shard_file
@@ -249,6 +250,15 @@ async def test_refused_steps_leave_the_weights_unchanged(release: Path, tmp_path
             await train(channel, 1, token_ids=[1], num_prompt_tokens=1, sampler_logprobs=[])
         with pytest.raises(ValueError, match="unknown operation 'dance'"):
             await channel.request("dance", timeout_s=60)
+        asked = TraceRequest(sequences=[sequences[0]], rounding="sampler", layers=(1, 2))
+        payload = {"request": asked.pack(), "policy_version": 7}
+        traced = Traced.unpack((await channel.request("trace", payload, timeout_s=60))["traced"])
+        assert traced.policy_version == 7
+        assert traced.states[0]["layers.1.hc_ffn.merge"].shape == [
+            6,
+            DEMO.hc_mult,
+            DEMO.hidden_size,
+        ]
         after = await channel.request(
             "score", {"sequences": sequences, "temperature": 0.9}, timeout_s=60
         )

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from shared import topology
 from shared.messages import Event, RolloutGroup
+from shared.parity.trace import Traced, TraceRequest
 from shared.registry import live_replicas
 from shared.streams import entries_of, publish
 from tests.integration.rollout_world import (
@@ -260,6 +261,17 @@ async def test_generate_and_score_over_http(
         assert (code, "token id -1" in text) == (422, True)
         code, text = await status("/v1/score", sequences=[[1, 2]], policy_version=1)
         assert code == 409
+
+        asked = TraceRequest(sequences=[[7, 8, 9]], points=["router"], policy_version=0)
+        answer = await server.http.post(f"{server.url}/v1/trace", content=asked.pack())
+        traced = Traced.unpack(answer.content)
+        assert traced.states[0]["layers.0.router"].shape[0] == 3
+        for changes, code in (({"policy_version": 9}, 409), ({"sequences": [[1, 9999]]}, 422)):
+            wrong = asked.model_copy(update=changes | {}).pack()
+            answer = await server.http.post(f"{server.url}/v1/trace", content=wrong)
+            assert answer.status_code == code, answer.text
+        answer = await server.http.post(f"{server.url}/v1/trace", content=b"\xc1")
+        assert answer.status_code == 422
 
 
 async def groups_published(redis: Redis, num: int) -> list[RolloutGroup]:

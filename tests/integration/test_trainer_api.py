@@ -21,6 +21,7 @@ from services.trainer.jobs.store import StoredJob
 from services.trainer.keeper import StartRanks
 from shared import topology
 from shared.messages import JobAnnounced
+from shared.parity.trace import Traced, TraceRequest
 from shared.registry import live_replicas
 from shared.tasks import end
 from tests.integration.conductor_world import FakeRanks
@@ -353,6 +354,19 @@ async def test_weights_of_the_active_job_are_served_in_ranges(trainer: Trainer) 
     assert (await trainer.http.get("/v1/weights/0/shards/1")).status_code == 404
     assert (await trainer.http.get("/v1/weights/1/manifest")).status_code == 404
     await trainer.http.post(f"/v1/jobs/{job_id}/cancel")
+
+
+async def test_inner_states_name_their_version(trainer: Trainer) -> None:
+    asked = TraceRequest(sequences=[[1, 2, 3]])
+    refused = await trainer.http.post("/v1/trace", content=asked.pack())
+    assert refused.status_code == 409
+    assert (await trainer.http.post("/v1/trace", content=b"no")).status_code == 422
+    await trainer.submit()
+    answer = await trainer.until_ok("POST", "/v1/trace", content=asked.pack())
+    traced = Traced.unpack(answer.content)
+    assert (traced.policy_version, traced.states) == (0, [{}])
+    other = asked.model_copy(update={"policy_version": 3}).pack()
+    assert "not 3" in (await trainer.http.post("/v1/trace", content=other)).text
 
 
 async def test_scores_name_their_version(trainer: Trainer) -> None:

@@ -121,12 +121,13 @@ def sampler_logits(
     prefill of one row only, without the rows that pad its step.
     """
     assert states is None or (not chunks and len(tokens) == 1)
-    recorder = Recorder(TraceRequest(token_ids=tokens[0]), arch)
+    recorder = Recorder(TraceRequest(sequences=[tokens[0]]), arch)
+    recorder.begin_sequence()
 
     def trace(name: str, value: Tensor) -> None:
         if states is not None:
             recorder(name, value.clone())
-            states[name] = recorder.states[name].values
+            states[name] = recorder.states[0][name].values
 
     cache = Cache(arch, num_slots=2 * len(tokens), max_tokens=LENGTH + 20, dtype=dtype)
     run = SamplerRun(Sampler(arch, quant, trace), derive(arch, weights, dtype=dtype), cache)

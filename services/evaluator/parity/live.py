@@ -3,6 +3,7 @@
     rollout /v1/generate ─> tokens, log p while sampling
     trainer /v1/score    ─> log p, and the version that it holds now
     rollout /v1/score    ─> log p of that version, as soon as it is served
+    both    /v1/trace    ─> inner states: agreement of choices, and on request the layer walk
 
 While a job runs the trainer moves on, so that it chooses the version: the tokens stay, also if they
 were sampled by an older one, which the report then says.
@@ -11,27 +12,35 @@ were sampled by an older one, which the report then says.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from services.evaluator.parity.inspection import agreement, longest_walk
 from services.evaluator.parity.report import Run
-from shared.errors import DeadlineExceeded, HttpFailed, TandemError
+from shared.errors import DeadlineExceeded, HttpFailed, Rejected, TandemError
 from shared.http import HttpClient
 from shared.messages import SamplingParams, VersionSpan
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.parity.live_walk import Margin
+from shared.parity.offline_request import WalkResult
 from shared.parity.scores import ScoredSequence
+from shared.parity.trace import MEDIA_TYPE, Traced, TraceRequest
 
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504)
 RETRY_S = 0.25
 SERVED_S = 0.05  # between two looks at the sampler's version
 Answer = TypeVar("Answer", bound=BaseModel)
 Found = TypeVar("Found")
+NO_TRACE = (404, 405, 501)
 NO_WALK = (
-    "no layer walk: the services expose log-probabilities only; compare two checkpoints with "
-    "`parity A B --walk`"
+    "no layer walk: the {who} exposes log-probabilities only, so that no layer of it can be "
+    "replaced or looked at; compare its checkpoint with `parity A B --walk`"
 )
+NO_MODEL = "no layer walk: the model is unknown without a job"
 
 
 class ParityFailed(TandemError):
@@ -53,6 +62,10 @@ class LivePlan:
     sampling: SamplingParams
     seed: int = 0
     policy_version: int | None = None
+    arch: Architecture | None = None
+    """Of both sides; without it no inner states are compared."""
+    margin: Margin | None = None
+    """What may depart in a layer walk; without it none is made."""
     within_s: float = 120.0
 
 
@@ -93,7 +106,8 @@ async def run_live(http: HttpClient, plan: LivePlan) -> Run:
     if sampled is not None:
         tokens = [completion.token_ids for completion in sampled.completions]
     scored = await asking.until_done(lambda: asking.score_both(tokens))
-    return _run(plan, tokens, sampled, scored, time.monotonic() - began_s)
+    inside = await _look_inside(asking, plan, tokens)
+    return _run(plan, tokens, sampled, scored, inside, time.monotonic() - began_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +130,47 @@ class _ScoredBoth:
     policy_version: int
     ours: list[list[float]]
     theirs: list[list[float]]
+
+
+@dataclass(slots=True)
+class _Inside:
+    """What inner states say, if there are any."""
+
+    argmax_agreement: float | None = None
+    routing_agreement: dict[int, float] | None = None
+    walk: WalkResult | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+async def _look_inside(asking: "_Asking", plan: LivePlan, tokens: list[list[int]]) -> _Inside:
+    """Agreement and walk; an engine without inner states gets a note instead."""
+    inside, arch, margin = _Inside(), plan.arch, plan.margin
+    if arch is None:
+        inside.notes += [NO_MODEL] if margin is not None else []
+        return inside
+    sides = (asking.trace_trainer, asking.trace_sampler)
+    try:
+        found = await asking.until_done(lambda: agreement(*sides, arch, tokens))
+        inside.argmax_agreement, inside.routing_agreement = found.argmax, found.routing
+        inside.notes.append(
+            f"agreement of choices is of version {found.policy_version} over "
+            f"{found.num_sequences} sequences"
+        )
+        if margin is not None:
+            walking = partial(longest_walk, *sides, arch, tokens, margin)
+            version, inside.walk = await asking.until_done(walking)
+            inside.notes.append(
+                f"the layer walk is of version {version}, the trainer rounding as its sampler"
+            )
+    except _NoStates as err:
+        inside.notes.append(NO_WALK.format(who=err))
+    except ParityFailed as err:
+        inside.notes.append(f"inner states could not be compared: {err}")
+    return inside
+
+
+class _NoStates(TandemError):
+    """The engine named has no inner states to show."""
 
 
 class _Asking:
@@ -206,13 +261,53 @@ class _Asking:
             raise ParityFailed(f"{url}: {lengths} log-probabilities do not fit the sequences")
         return answer.policy_version, [_numbers(values) for values in answer.logprobs]
 
+    async def trace_trainer(self, request: TraceRequest) -> Traced:
+        """Of the plan's version, or of the one that the trainer holds now."""
+        if request.policy_version is None and self._plan.policy_version is not None:
+            version = {"policy_version": self._plan.policy_version}
+            request = request.model_copy(update=version)
+        return await self._trace(self._plan.trainer_url, "trainer", request)
+
+    async def trace_sampler(self, request: TraceRequest) -> Traced:
+        """Of the version that the trainer named, as soon as it is served."""
+        assert request.policy_version is not None
+        await self._until_served(request.policy_version)
+        return await self._trace(self._plan.rollout_url, "sampler", request)
+
+    async def _trace(self, base_url: str, who: str, request: TraceRequest) -> Traced:
+        left_s = self._left_s()
+        body = await asyncio.to_thread(request.model_copy(update={"timeout_s": left_s}).pack)
+        url = f"{base_url}/v1/trace"
+        try:
+            answer = await self._http.request(
+                "POST",
+                url,
+                content=body,
+                headers={"content-type": MEDIA_TYPE},
+                timeout_s=left_s,
+            )
+        except HttpFailed as err:
+            if err.status in NO_TRACE:
+                raise _NoStates(who) from err
+            raise self._failure(f"the {who}", err) from err
+        try:
+            traced = await asyncio.to_thread(Traced.unpack, answer)
+        except Rejected as err:
+            raise ParityFailed(f"{url}: the answer cannot be read: {err}") from err
+        if request.policy_version not in (None, traced.policy_version):
+            raise _OtherVersion(f"the {who} traced version {traced.policy_version}")
+        return traced
+
     async def _ask(self, method: str, url: str, body: Any, who: str) -> Any:
         try:
             return await self._http.request(method, url, json=body, timeout_s=self._left_s())
         except HttpFailed as err:
-            if err.status is not None and err.status not in TEMPORARY:
-                raise ParityFailed(f"{who} refuses: {err}") from err
-            raise _OtherVersion(f"{who}: {err}") from err
+            raise self._failure(who, err) from err
+
+    def _failure(self, who: str, err: HttpFailed) -> TandemError:
+        if err.status is not None and err.status not in TEMPORARY:
+            return ParityFailed(f"{who} refuses: {err}")
+        return _OtherVersion(f"{who}: {err}")
 
     def _left_s(self) -> float:
         return max(self._deadline_s - time.monotonic(), 0.1)
@@ -223,6 +318,7 @@ def _run(
     tokens: list[list[int]],
     sampled: _SampledBy | None,
     scored: _ScoredBoth,
+    inside: _Inside,
     seconds: float,
 ) -> Run:
     """What training sees of sampled tokens is what the sampler recorded: that is compared, if its
@@ -251,7 +347,10 @@ def _run(
         sampled_by_ours=same,
         temperature=plan.sampling.temperature,
         policy_version=scored.policy_version,
-        notes=notes,
+        argmax_agreement=inside.argmax_agreement,
+        routing_agreement=inside.routing_agreement,
+        walk=inside.walk,
+        notes=[*notes, *inside.notes],
         seconds=seconds,
     )
 

@@ -4,14 +4,14 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from redis.asyncio import Redis
 
-from services.evaluator.parity.live import NO_WALK, LivePlan, ParityFailed, run_live
+from services.evaluator.parity.live import LivePlan, ParityFailed, run_live
 from services.evaluator.parity.report import ParityStatus, make_report
 from services.evaluator.requests import Refused
 from shared.current_job import CurrentJob
@@ -20,6 +20,8 @@ from shared.errors import DeadlineExceeded
 from shared.http import HttpClient
 from shared.job import Job, expand_path
 from shared.messages import SamplingParams
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.parity.live_walk import MARGINS, Margin
 from shared.parity.scores import Bounds
 from shared.registry import live_replicas
 from shared.tasks import end
@@ -63,7 +65,9 @@ class ParityRequest(BaseModel):
     policy_version: int | None = Field(None, ge=0)
     """Compare exactly this version; default: the one that the trainer holds."""
     walk: bool = False
-    """Ask for a layer walk: services cannot give one, which the report then says."""
+    """Name the first layer and sub-module that departs, where both sides show inner states."""
+    tolerance: float | None = Field(None, gt=0)
+    """Of the walk, relative; default: what the trainer's dtype allows."""
     bounds: ParityBounds = ParityBounds()
     deadline_s: float = Field(120.0, gt=0, le=3600)
 
@@ -114,6 +118,8 @@ class ParityRuns:
             sampling=_sampling(request, tokenizer),
             seed=request.seed,
             policy_version=request.policy_version,
+            arch=await _architecture(job),
+            margin=_margin(request, job),
             within_s=request.deadline_s,
         )
         status = ParityStatus(parity_id=f"parity-{secrets.token_hex(4)}", state="queued")
@@ -155,8 +161,6 @@ class ParityRuns:
         request, tokenizer = accepted.request, accepted.tokenizer
         bounds = Bounds(**request.bounds.model_dump())
         report = make_report(found, bounds, decode=tokenizer.decode if tokenizer else None)
-        if request.walk:
-            report = report.model_copy(update={"notes": [*report.notes, NO_WALK]})
         figures = report.figures.model_dump(include={"mean", "p99", "max", "num_tokens"})
         log.info("parity_finished", parity_id=parity_id, passed=report.passed, **figures)
         self._set(ParityStatus(parity_id=parity_id, state="finished", report=report))
@@ -189,6 +193,25 @@ async def _tokenizer(job: Job | None) -> CheckpointTokenizer | None:
     except (OSError, ValueError) as err:
         log.warning("parity_without_tokenizer", error=str(err))
         return None
+
+
+async def _architecture(job: Job | None) -> Architecture | None:
+    """Of the job's checkpoint; None without a job, or where its files are elsewhere."""
+    if job is None:
+        return None
+    try:
+        path = expand_path(job.model.rollout_checkpoint)
+        return await asyncio.to_thread(Architecture.load, path)
+    except (OSError, ValueError) as err:
+        log.warning("parity_without_architecture", error=str(err))
+        return None
+
+
+def _margin(request: ParityRequest, job: Job | None) -> Margin | None:
+    if not request.walk:
+        return None
+    margin = MARGINS["float32" if job is None else job.actor.dtype]
+    return margin if request.tolerance is None else replace(margin, tolerance=request.tolerance)
 
 
 async def _prompts(

@@ -28,9 +28,11 @@ from services.rollout.engine.weights import (
     run_probe,
 )
 from services.rollout.models.deepseek_v4 import Sampler
+from services.rollout.models.deepseek_v4_trace import traced_states
 from services.rollout.models.deepseek_v4_weights import derive
 from shared.channel import Request, SyncChannel
 from shared.errors import ChannelClosed
+from shared.parity.trace import Traced, TraceRequest
 from shared.process import die_with_parent
 from shared.quant.activation import ActivationQuant, embedded_rounding
 from shared.telemetry import configure_logging
@@ -104,6 +106,13 @@ class EmbeddedEngine:
         arrays = [np.array(sequence, np.int64) for sequence in sequences]
         return version.policy_version, self.scheduler.score(arrays, temperature, version=version)
 
+    def trace(self, request: TraceRequest) -> Traced:
+        """Inner states of given sequences under the version that is served."""
+        wanted = request.policy_version
+        version = self.scheduler.require(self.policy_version or 0 if wanted is None else wanted)
+        states = traced_states(self.scheduler.model, version.derived, request)
+        return Traced(policy_version=version.policy_version, states=states)
+
     def _prove(self, version: LoadedVersion, commit: CommitUpdate) -> float | None:
         delta = None
         if commit.probe is not None:
@@ -133,6 +142,7 @@ class _Loop:
             "generate": self._generate,
             "abort": self._abort,
             "score": self._score,
+            "trace": self._trace,
             "activate": self._activate,
             "pause": self._pause,
             "continue": self._continue,
@@ -179,6 +189,10 @@ class _Loop:
         )
         logprobs = [one.astype("<f4").tobytes() for one in scores]
         self._channel.reply(request.id, {"policy_version": version, "logprobs": logprobs})
+
+    def _trace(self, request: Request) -> None:
+        traced = self._engine.trace(TraceRequest.unpack(request.payload["request"]))
+        self._channel.reply(request.id, {"traced": traced.pack()})
 
     def _activate(self, request: Request) -> None:
         folder = Path(request.payload["folder"])

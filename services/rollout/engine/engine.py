@@ -1,7 +1,7 @@
 """The service's side of its engine: starts the child, asks it, notices when it dies.
 
-All a service knows of an engine is here: generate, score, activate a staged version, pause, stop.
-No tensor and no torch on this side.
+All a service knows of an engine is here: generate, score, trace, activate a staged version, pause,
+stop. No tensor and no torch on this side.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import structlog
 
@@ -94,6 +94,11 @@ class Engine:
             "policy_version": policy_version,
         }
         return await self._channel.request("score", payload, timeout_s=timeout_s)
+
+    async def trace(self, request: bytes, *, timeout_s: float) -> bytes:
+        """A packed `Traced` for a packed `TraceRequest`: states of given tokens."""
+        answer = await self._channel.request("trace", {"request": request}, timeout_s=timeout_s)
+        return cast(bytes, answer["traced"])
 
     async def activate(
         self, folder: Path, commit: CommitUpdate, *, timeout_s: float

@@ -69,7 +69,7 @@ class Scheduler:
         self.limits = limits
         self.version: LoadedVersion | None = None
         self.tokens_sampled = 0
-        self._model = model
+        self.model = model
         self._slots = SlotTable(limits.max_running, limits.max_tokens)
         first, count = limits.max_running, limits.num_prefixes
         self._free_prefixes = list(range(first, first + count))
@@ -109,7 +109,7 @@ class Scheduler:
 
     def add(self, request: GroupRequest) -> None:
         """Queue a request. ValueError names what is out of bounds."""
-        check_request(request, self._model.arch, self.limits.max_tokens)
+        check_request(request, self.model.arch, self.limits.max_tokens)
         if self._recording.on and request.with_routes:
             check_routes(request)
         if request.request_id in self._groups:
@@ -170,7 +170,7 @@ class Scheduler:
     ) -> list[np.ndarray]:
         """FP32 log-probabilities of tokens 1.. of each sequence, by the prefill path."""
         for number, sequence in enumerate(sequences):
-            check_tokens(sequence, self._model.arch, self.limits.max_tokens, f"sequence {number}")
+            check_tokens(sequence, self.model.arch, self.limits.max_tokens, f"sequence {number}")
         scores: list[np.ndarray] = []
         for first in range(0, len(sequences), len(self._scoring)):
             batch = sequences[first : first + len(self._scoring)]
@@ -213,7 +213,7 @@ class Scheduler:
         """The last runs are those of `prefixes`."""
         weights, choices = self._weights, self._new_choices()
         step = self._cache.prefill_step(runs)
-        hidden = self._model.hidden(weights, self._cache, step, choices=choices)
+        hidden = self.model.hidden(weights, self._cache, step, choices=choices)
         sizes = np.array([len(run.token_ids) for run in runs])
         prompts = len(runs) - len(prefixes)
         if choices is not None and prefixes:
@@ -226,7 +226,7 @@ class Scheduler:
         ]
         if complete:
             rows = torch.tensor([int(row) for _, row in complete], device=self._device)
-            logits = self._model.logits(weights, hidden.index_select(0, rows))
+            logits = self.model.logits(weights, hidden.index_select(0, rows))
             for (prefix, _), row in zip(complete, logits.split(1), strict=True):
                 prefix.logits = row
 
@@ -263,10 +263,10 @@ class Scheduler:
         inputs = table.tokens[slots, positions].astype(np.int64)
         step = self._cache.decode_step(slots, positions, inputs)
         choices = self._new_choices()
-        hidden = self._model.hidden(self._weights, self._cache, step, choices=choices)
+        hidden = self.model.hidden(self._weights, self._cache, step, choices=choices)
         if choices is not None:
             self._routes.put(slots, positions, choices)
-        logits = self._model.logits(self._weights, hidden)[: len(slots)]
+        logits = self.model.logits(self._weights, hidden)[: len(slots)]
         table.computed[slots] += 1
         return self._sample(slots, logits, table.draws(slots))
 
@@ -369,8 +369,8 @@ class Scheduler:
         self, runs: list[Run], targets: np.ndarray, temperature: float, version: LoadedVersion
     ) -> np.ndarray:
         step = self._cache.prefill_step(runs)
-        hidden = self._model.hidden(version.derived, self._cache, step)[: len(targets)]
-        logits = self._model.logits(version.derived, hidden)
+        hidden = self.model.hidden(version.derived, self._cache, step)[: len(targets)]
+        logits = self.model.logits(version.derived, hidden)
         wanted = torch.from_numpy(targets.astype(np.int64)).to(self._device)
         return token_logprobs(logits, wanted, temperature).cpu().numpy()
 

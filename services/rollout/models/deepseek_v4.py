@@ -62,12 +62,17 @@ class Sampler:
 
         `choices` takes what routers and indexers choose meanwhile.
         """
-        tokens = step.token_ids
-        h_NSD = weights.embed.index_select(0, tokens).unsqueeze(1).repeat(1, self.arch.hc_mult, 1)
-        self._note("embed", h_NSD)
+        h_NSD = self.first_streams(weights, step)
         for layer, block in enumerate(weights.blocks):
             h_NSD = self.block(layer, block, cache.layers[layer], step, h_NSD, choices)
         return self.last_hidden(weights, h_NSD)
+
+    def first_streams(self, weights: Derived, step: Step) -> Tensor:
+        """Every stream starts as the token's embedding, [N, S, D]."""
+        embedded = weights.embed.index_select(0, step.token_ids)
+        h_NSD = embedded.unsqueeze(1).repeat(1, self.arch.hc_mult, 1)
+        self._note("embed", h_NSD)
+        return h_NSD
 
     def last_hidden(self, weights: Derived, h_NSD: Tensor) -> Tensor:
         """What the head reads: the streams' weighted sum, normed [N, D]; no Sinkhorn here."""

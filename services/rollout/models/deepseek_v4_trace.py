@@ -5,7 +5,7 @@ streams, so that what a block departs by is its own.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,54 +19,62 @@ from shared.parity.trace import Recorder, StateArray, TraceRequest, stream_name
 
 
 @torch.inference_mode()
-def traced_states(model: Sampler, weights: Derived, request: TraceRequest) -> dict[str, StateArray]:
-    """The states that are asked for. ValueError names what is out of bounds."""
+def traced_states(
+    model: Sampler, weights: Derived, request: TraceRequest
+) -> list[dict[str, StateArray]]:
+    """The states of each sequence. ValueError names what is out of bounds."""
+    request.check(model.arch)
     recorder = Recorder(request, model.arch, _numpy)
-    tracing = replace(model, trace=recorder)
-    tokens = np.asarray(request.token_ids, np.int64)
-    if not 0 <= tokens.min() <= tokens.max() < model.arch.vocab_size:
-        bad = int(tokens.min() if tokens.min() < 0 else tokens.max())
-        raise ValueError(f"token id {bad} is outside the vocabulary of {model.arch.vocab_size}")
-    like = weights.embed
-    cache = Cache(
-        model.arch, num_slots=1, max_tokens=len(tokens), dtype=like.dtype, device=like.device
-    )
-    step = cache.prefill_step([Run(0, 0, tokens)])
-    if request.streams is None:
-        tracing.logits(weights, tracing.hidden(weights, cache, step))
-    else:
-        _isolated(tracing, weights, cache, step, request)
+    tracing, like = replace(model, trace=recorder), weights.embed
+    for index, tokens in enumerate(request.sequences):
+        recorder.begin_sequence()
+        cache = Cache(
+            model.arch, num_slots=1, max_tokens=len(tokens), dtype=like.dtype, device=like.device
+        )
+        step = cache.prefill_step([Run(0, 0, np.asarray(tokens, np.int64))])
+        if request.streams is None:
+            tracing.logits(weights, tracing.hidden(weights, cache, step))
+        else:
+            layers = request.layers or (0, model.arch.num_hidden_layers)
+            given = _Given(request.streams[index], model, step, like)
+            _isolated(tracing, weights, cache, step, given, range(*layers))
     return recorder.states
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Another side's streams, padded like the step."""
+
+    streams: Mapping[str, StateArray]
+    model: Sampler
+    step: Step
+    like: Tensor
+
+    def entering(self, layer: int) -> Tensor:
+        """[N, S, D] that enter `layer`; those that enter one past the last go to the head."""
+        name = stream_name(layer)
+        if name not in self.streams:
+            raise ValueError(f"streams lack {name}")
+        values = self.streams[name].values
+        expected = (self.step.num_tokens, self.model.arch.hc_mult, self.model.arch.hidden_size)
+        if values.shape != expected:
+            raise ValueError(f"{name}: expected {expected}, found {values.shape}")
+        h_NSD = torch.tensor(values, dtype=self.like.dtype, device=self.like.device)
+        missing = len(self.step.token_ids) - len(h_NSD)
+        return functional.pad(h_NSD, (0, 0, 0, 0, 0, missing))
+
+
 def _isolated(
-    model: Sampler, weights: Derived, cache: Cache, step: Step, request: TraceRequest
+    model: Sampler, weights: Derived, cache: Cache, step: Step, given: _Given, layers: range
 ) -> None:
-    assert request.streams is not None
-    num_layers = model.arch.num_hidden_layers
-    first, stop = request.layers or (0, num_layers)
-    for layer in range(first, stop):
-        name = "embed" if layer == 0 else stream_name(layer - 1)
-        h_NSD = _given(request.streams, name, model, step, weights.embed)
-        model.block(layer, weights.blocks[layer], cache.layers[layer], step, h_NSD)
-    if stop == num_layers:
-        h_NSD = _given(request.streams, stream_name(num_layers - 1), model, step, weights.embed)
-        model.logits(weights, model.last_hidden(weights, h_NSD))
-
-
-def _given(
-    streams: Mapping[str, StateArray], name: str, model: Sampler, step: Step, like: Tensor
-) -> Tensor:
-    """The other side's streams [N, S, D], padded like the step."""
-    if name not in streams:
-        raise ValueError(f"streams lack {name}")
-    values = streams[name].values
-    expected = (step.num_tokens, model.arch.hc_mult, model.arch.hidden_size)
-    if values.shape != expected:
-        raise ValueError(f"{name}: expected {expected}, found {values.shape}")
-    h_NSD = torch.tensor(values, dtype=like.dtype, device=like.device)
-    missing = len(step.token_ids) - len(h_NSD)
-    return functional.pad(h_NSD, (0, 0, 0, 0, 0, missing))
+    """Each layer on the streams that the other side gave it."""
+    if layers.start == 0:
+        model.first_streams(weights, step)
+    for layer in layers:
+        streams = given.entering(layer)
+        model.block(layer, weights.blocks[layer], cache.layers[layer], step, streams)
+    if layers.stop == model.arch.num_hidden_layers:
+        model.logits(weights, model.last_hidden(weights, given.entering(layers.stop)))
 
 
 def _numpy(value: Tensor) -> np.ndarray:

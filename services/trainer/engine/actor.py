@@ -27,6 +27,7 @@ from services.trainer.engine.tokens import (
     response_tokens,
     scored_sequences,
 )
+from services.trainer.engine.tracing import traced_states
 from services.trainer.loss.aggregation import token_coefficients
 from services.trainer.loss.divergence import kl_estimate, kl_k3
 from services.trainer.loss.drift import drift_metrics
@@ -45,6 +46,7 @@ from shared.job import Job, expand_path
 from shared.messages import TrainingBatch
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.layout import check_layout, row_alignment
+from shared.parity.trace import StateArray, TraceRequest, TraceRounding
 from shared.quant.activation import UNQUANTISED, ActivationQuant, embedded_rounding
 from shared.quant.policy import Policy
 
@@ -156,6 +158,24 @@ class Actor:
         values = self._score(scored, temperature).logprobs.numpy()
         ends = np.cumsum([sequence.num_scored for sequence in scored])
         return np.split(values, ends[:-1]) if scored else []
+
+    def trace(self, request: TraceRequest) -> list[dict[str, StateArray]]:
+        """Inner states of given sequences, computed as the request asks."""
+        self._progress("trace", self.step)
+        with self.rounded_as(request.rounding) as quant:
+            return traced_states(self.model, request, quant)
+
+    @contextmanager
+    def rounded_as(self, rounding: TraceRounding) -> Iterator[ActivationQuant]:
+        """Around passes that compute in the job's own way, without rounding, or as the sampler."""
+        if rounding == "none":
+            yield UNQUANTISED
+        elif rounding == "own":
+            with self._rounding():
+                yield self._quant
+        else:
+            with rounded_weights(self.model, self.policy):
+                yield sampler_rounding(self.job, self.policy)
 
     def _load_first_weights(self) -> None:
         source = self.job.model.actor_checkpoint
@@ -286,8 +306,11 @@ class Actor:
 
 
 def _activation_rounding(job: Job, policy: Policy) -> ActivationQuant:
-    if job.actor.quantisation != "full":
-        return UNQUANTISED
+    return sampler_rounding(job, policy) if job.actor.quantisation == "full" else UNQUANTISED
+
+
+def sampler_rounding(job: Job, policy: Policy) -> ActivationQuant:
+    """Which activations the job's samplers round."""
     return embedded_rounding(policy.linear, activations=job.rollout.quantise_activations)
 
 

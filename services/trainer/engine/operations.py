@@ -16,6 +16,7 @@ from services.trainer.export import export_version
 from services.trainer.megatron import parallel
 from shared.job import Job
 from shared.messages import TrainingBatch
+from shared.parity.trace import Traced, TraceRequest
 
 log = structlog.get_logger()
 
@@ -31,6 +32,7 @@ class Operations:
             "init": self._init,
             "train_step": self._train_step,
             "score": self._score,
+            "trace": self._trace,
             "export": self._export,
             "save": self._save,
             "load": self._load,
@@ -73,6 +75,12 @@ class Operations:
         temperature = float(payload.get("temperature", 1.0))
         logprobs = self.actor.score(sequences, temperature=temperature)
         return {"logprobs": [row.tolist() for row in logprobs], **self._state()}
+
+    def _trace(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{request: packed TraceRequest, policy_version} -> {traced: packed Traced}."""
+        states = self.actor.trace(TraceRequest.unpack(payload["request"]))
+        traced = Traced(policy_version=int(payload["policy_version"]), states=states)
+        return {"traced": traced.pack(), **self._state()}
 
     def _export(self, payload: dict[str, Any]) -> dict[str, Any]:
         """{policy_version, path, base} -> {bytes, delta_bytes, num_shards, num_tensors, seconds}.

@@ -4,8 +4,15 @@ Names are those of `shared.models.deepseek_v4.names.trace_points`; nothing is ke
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
+
+
+class StateSink(Protocol):
+    """What takes the states: a dictionary, or whatever passes them on."""
+
+    def __setitem__(self, name: str, value: Tensor, /) -> None: ...
 
 
 @dataclass(slots=True)
@@ -15,7 +22,7 @@ class Trace:
     Each method returns its value, so that a tap can stand in the middle of an expression.
     """
 
-    states: dict[str, Tensor] | None = None
+    states: StateSink | None = None
     prefix: str = ""
     rows: int = 1
 

@@ -1,0 +1,86 @@
+"""The walk between a trainer and a sampler that rounds names the place of each known mistake."""
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from services.trainer.engine.actor import Actor
+from shared.errors import Rejected
+from shared.models.deepseek_v4.checkpoint import write_release
+from shared.parity.live_walk import MARGINS, walk_sides
+from shared.parity.trace import TraceRequest
+from tests.parity.conftest import Findings
+from tests.parity.engines import Case
+from tests.parity.live_sides import SamplerSide, TrainerSide, job_of
+from tests.parity.mutations import MUTATIONS
+from tests.tiny_deepseek_v4 import SMALL, random_tokens, random_weights
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+ARCH = SMALL.with_format("fp8")
+TOKENS = random_tokens(ARCH, rows=1, length=300)[0].numpy()
+
+
+@pytest.fixture(scope="module")
+def right() -> dict[str, Tensor]:
+    return random_weights(ARCH, seed=11)
+
+
+@pytest.fixture(scope="module")
+def trainer(
+    right: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory, megatron: None
+) -> TrainerSide:
+    """Trains in FP32 without rounding: a walk makes it compute as its sampler does."""
+    release = tmp_path_factory.mktemp("policy") / "release"
+    write_release(release, ARCH, right)
+    return TrainerSide(Actor(job_of(release)))
+
+
+async def test_no_point_departs_between_honest_sides(
+    trainer: TrainerSide, right: dict[str, Tensor]
+) -> None:
+    sampler = SamplerSide.of(ARCH, right)
+    found = await walk_sides(trainer, sampler, ARCH, TOKENS, margin=MARGINS["float32"])
+    assert (found.policy_version, found.result.first) == (0, None)
+    assert len(found.result.points) > 90
+    assert max(point.share for point in found.result.points) < 0.06
+
+
+async def test_requests_out_of_bounds_are_refused(trainer: TrainerSide) -> None:
+    beyond = TraceRequest(sequences=[np.array([1, ARCH.vocab_size])])
+    with pytest.raises(ValueError, match=r"sequence 0: token id 512 is outside the vocabulary"):
+        await trainer(beyond)
+    with pytest.raises(ValueError, match=r"layers \[4, 9\] of a model with 5"):
+        await trainer(TraceRequest(sequences=[TOKENS], layers=(4, 9)))
+    with pytest.raises(ValueError, match="sequence 0 has 513 tokens, allowed are 2 to 512"):
+        TraceRequest(sequences=[np.zeros(513, np.int32)])
+    with pytest.raises(ValueError, match="0 streams for 1 sequences"):
+        TraceRequest(sequences=[TOKENS], streams=[])
+    with pytest.raises(ValueError, match="give them to the sampler"):
+        await trainer(TraceRequest(sequences=[TOKENS], streams=[{}]))
+    with pytest.raises(Rejected, match="not msgpack"):
+        TraceRequest.unpack(b"\xc1")
+
+
+async def test_some_layers_and_points_can_be_asked_for(
+    trainer: TrainerSide, right: dict[str, Tensor]
+) -> None:
+    asked = TraceRequest(sequences=[TOKENS, TOKENS[:9]], layers=(2, 4), points=["router"])
+    for side in (trainer, SamplerSide.of(ARCH, right)):
+        found = (await side(asked)).states
+        assert [sorted(states) for states in found] == [["layers.2.router", "layers.3.router"]] * 2
+        assert [s["layers.2.router"].shape for s in found] == [[300, 8], [9, 8]]
+
+
+@pytest.mark.parametrize("mistake", [n for n, m in MUTATIONS.items() if "sampler" in m.plants])
+async def test_planted_mistake_is_named(
+    mistake: str, trainer: TrainerSide, right: dict[str, Tensor], findings: Findings
+) -> None:
+    mutation = MUTATIONS[mistake]
+    known = Case(ARCH, right, Tensor(), Tensor())
+    with mutation.planted("sampler", known) as (arch, weights):
+        sampler = SamplerSide.of(arch, weights)
+        found = await walk_sides(trainer, sampler, ARCH, TOKENS, margin=MARGINS["float32"])
+    sizes = {"walk": max(point.size for point in found.result.points)}
+    findings.add(mistake, "live", sizes, found.result.verdict)
+    assert found.result.suspects == [mutation.at], found.result.verdict
