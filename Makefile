@@ -8,7 +8,7 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_ENV = ROLLOUT_SGLANG__PYTHON=$(abspath $(SGLANG_VENV)/bin/python) ROLLOUT_SGLANG__PLATFORM=cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sglang real-data test test-fast test-sglang check format bench policy clean
+.PHONY: help demo demo-sglang real-data test test-fast test-gpu test-sglang check format bench policy clean
 
 help:             ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ real-data: $(VENV)/.runtime  ## two steps on DAPO prompts and AIME-2024; needs D
 
 test: $(VENV)/.dev  ## all tests of this machine
 	$(BIN)/python -m pytest -q $(TEST_ARGS)
+
+test-gpu: $(VENV)/.dev  ## the tests that need a GPU; figures to benchmarks/results/gpu.json
+	$(BIN)/python -m tests.gpu.run $(TEST_ARGS)
 
 test-fast: $(VENV)/.dev  ## without the end-to-end runs
 	$(BIN)/python -m pytest -q -m "not slow" $(TEST_ARGS)

@@ -118,7 +118,7 @@ def random_weights(arch: Architecture, *, seed: int, spread: float = 1.0) -> dic
     """FP32 weights of every tensor; `spread` scales the matrices."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: _random(name, shape, arch, generator, spread)
+        name: random_weight(name, shape, arch, generator=generator, spread=spread)
         for name, shape in weight_shapes(arch).items()
     }
 
@@ -129,17 +129,20 @@ def random_tokens(arch: Architecture, *, rows: int, length: int, seed: int = 1) 
     return torch.randint(0, arch.vocab_size, (rows, length), generator=generator)
 
 
-def _random(
+def random_weight(
     name: str,
     shape: tuple[int, ...],
     arch: Architecture,
+    *,
     generator: torch.Generator,
-    spread: float,
+    spread: float = 1.0,
 ) -> Tensor:
-    noise = torch.randn(shape, generator=generator)
+    """FP32 values of one tensor, on the generator's device."""
+    device = generator.device
+    noise = torch.randn(shape, generator=generator, device=device)
     leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
     if leaf == "tid2eid":
-        draws = torch.rand(shape[0], arch.n_routed_experts, generator=generator)
+        draws = torch.rand(shape[0], arch.n_routed_experts, generator=generator, device=device)
         return draws.argsort(-1)[:, : shape[1]].contiguous()  # distinct experts in a row
     if leaf.endswith("norm") or leaf.endswith("_scale"):
         return 1 + 0.3 * noise

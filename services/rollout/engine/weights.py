@@ -72,7 +72,7 @@ def build_version(
         derived = build(arch, canonical)
     except (CheckpointInvalid, ValueError) as err:
         raise WeightsCorrupt(f"version {policy_version}: {err}") from err
-    effective_values = ((name, value.numpy()) for name, value in effective(arch, derived))
+    effective_values = ((name, value.cpu().numpy()) for name, value in effective(arch, derived))
     return LoadedVersion(policy_version, canonical, derived, effective_checksum(effective_values))
 
 

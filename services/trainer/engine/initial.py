@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from services.trainer.megatron import cpu
 from services.trainer.models.deepseek_v4.weights import load_weights, release_tensors
 from shared.job import Job
 from shared.models.deepseek_v4.checkpoint import Release, dequantise_tensor, open_release
@@ -30,11 +31,13 @@ def served_policy(job: Job, rollout_checkpoint: Path) -> Policy:
 
 
 def _values(release: Release, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """FP32 values; a matrix and its scales may lie in different files."""
-    scales = [scale for name in names if (scale := _scale(name)) in release.specs]
-    held = dict(release.read(scales))
+    """FP32 values, on the device; a matrix and its scales may lie in different files."""
+    device = cpu.device()
+    scales = [_scale(name) for name in names if _scale(name) in release.specs]
+    held = {name: scale.to(device) for name, scale in release.read(scales)}
     for name, codes in release.read(names):
-        yield name, dequantise_tensor(name, codes, scale=held.pop(_scale(name), None))
+        found = held.pop(_scale(name), None)
+        yield name, dequantise_tensor(name, codes.to(device), scale=found)
 
 
 def _scale(name: str) -> str:

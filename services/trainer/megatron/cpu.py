@@ -17,6 +17,11 @@ def needed() -> bool:
     return not torch.cuda.is_available()
 
 
+def device() -> torch.device:
+    """Where this rank's tensors live."""
+    return _CPU if needed() else torch.device("cuda", torch.cuda.current_device())
+
+
 def install() -> None:
     """Answer Megatron's questions to CUDA with the CPU; safe to call twice, nothing with a GPU."""
     if not needed() or getattr(torch.cuda, "Stream", None) is _Stream:

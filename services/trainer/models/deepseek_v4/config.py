@@ -38,7 +38,7 @@ def transformer_config(
         normalization="RMSNorm",
         add_bias_linear=False,
         gradient_accumulation_fusion=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=True,  # the model moves to its device as a whole
         perform_initialization=initialise,
         params_dtype=params_dtype,
         pipeline_dtype=params_dtype,

@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from services.trainer.megatron import cpu
 from services.trainer.models.deepseek_v4.block import Block, BlockInput
 from services.trainer.models.deepseek_v4.head import OutputHead, TokenScores
 from services.trainer.models.deepseek_v4.hyper_connections import HeadMix
@@ -61,6 +62,7 @@ class DeepSeekV4(MegatronModule):
             freeze(self.mtp)
         for block in blocks.values():
             block.ffn.gate.weight.requires_grad_(not freeze_router)
+        self.to(cpu.device())
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """The streams that the previous pipeline stage sent, `[T, N · D]` in any shape."""

@@ -1,0 +1,37 @@
+"""Speed and memory of the actor in BF16. Bounds are loose: the figures are what counts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.megatron import parallel
+from tests.gpu.actor_run import SINGLE, Load, matrix_peak, measure, write_random_release
+
+Figures = dict[str, Any]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sampler's rounding": {"actor": {"quantisation": "full"}},
+}
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    parallel.initialise(seed=1)
+    folder = tmp_path_factory.mktemp("release") / "model"
+    write_random_release(folder, SINGLE)
+    yield folder
+    parallel.leave()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_actor_trains_in_bf16(name: str, release: Path, figures: Figures) -> None:
+    found = measure(release, VARIANTS[name], load=Load())
+    kept = figures.setdefault("actor", {})
+    kept["matrix_product_tflops_per_s"] = round(matrix_peak() / 1e12, 1)
+    kept[name] = found
+    assert found["tokens_per_s"] > 1000
+    assert found["gib_peak"] < 130
