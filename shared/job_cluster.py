@@ -1,6 +1,6 @@
 """Sections of a job about its machines, its real inference server and who is told of it."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -44,6 +44,18 @@ class ClusterSection(Section):
         return self
 
 
+class SGLangKernelsSection(Section):
+    """How an SGLang server on a GPU computes each part; `auto` is its platform's preset."""
+
+    mhc_pre: Literal["auto", "tilelang", "torch"] = "auto"
+    mhc_post: Literal["auto", "tilelang", "torch"] = "auto"
+    attention: Literal["auto", "flashmla", "aiter_sparse", "tilelang", "triton", "torch"] = "auto"
+    """Sparse MLA decoding; `flashmla` on CUDA, the others on ROCm."""
+    indexer: Literal["auto", "deep_gemm", "tilelang", "aiter"] = "auto"
+    compressor: Literal["auto", "paged", "online"] = "auto"
+    hash_topk: Literal["auto", "fused", "plain"] = "auto"
+
+
 class SGLangSection(Section):
     """Arguments of the SGLang server that a rollout service starts."""
 
@@ -53,6 +65,7 @@ class SGLangSection(Section):
     """Tokens of the KV cache; None: what fits."""
     tensor_parallel: int = Field(1, ge=1, le=64)
     """GPUs of one server."""
+    kernels: SGLangKernelsSection = SGLangKernelsSection()
 
 
 class WandbSection(Section):

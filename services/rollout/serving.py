@@ -12,7 +12,7 @@ import structlog
 from services.rollout.config import RolloutConfig, SGLangConfig
 from services.rollout.engine.engine import Engine, EngineLoad, running_engine
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
-from services.rollout.engine.sglang.spec import ServerSpec
+from services.rollout.engine.sglang.spec import Kernels, ServerSpec
 from services.rollout.weights import Updates
 from shared.errors import Retryable
 from shared.job import Job, expand_path
@@ -128,6 +128,7 @@ def server_spec(job: Job, config: SGLangConfig) -> ServerSpec:
     return ServerSpec(
         checkpoint=str(expand_path(job.model.rollout_checkpoint).absolute()),
         platform=config.platform,
+        kernels=Kernels(**asked.kernels.model_dump()),
         transport=config.transport,
         tensor_parallel=asked.tensor_parallel,
         max_total_tokens=asked.max_total_tokens,

@@ -2,13 +2,13 @@
 
 import os
 import sys
-from dataclasses import dataclass
-from importlib import metadata
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import structlog
 
 from services.rollout.engine.requests import EngineSpec
+from services.rollout.engine.sglang.kernels import chosen, environment
 from services.rollout.engine.sglang.spec import ServerSpec
 
 log = structlog.get_logger()
@@ -43,9 +43,9 @@ def launch_of(engine: EngineSpec, server: ServerSpec, *, model: Path, port: int)
     ]
     if server.max_total_tokens is not None:
         arguments += ["--max-total-tokens", str(server.max_total_tokens)]
-    more, environment = _CHOICES[server.platform](engine)
+    more, variables = _cpu(engine) if server.platform == "cpu" else _gpu(engine, server)
     arguments += [*more, *server.extra_arguments]
-    return Launch(arguments, {**os.environ, **environment, MARK: str(port)})
+    return Launch(arguments, {**os.environ, **variables, MARK: str(port)})
 
 
 def _cpu(engine: EngineSpec) -> tuple[list[str], dict[str, str]]:
@@ -66,22 +66,17 @@ def _cpu(engine: EngineSpec) -> tuple[list[str], dict[str, str]]:
     }
 
 
-def _cuda(engine: EngineSpec) -> tuple[list[str], dict[str, str]]:
+def _gpu(engine: EngineSpec, server: ServerSpec) -> tuple[list[str], dict[str, str]]:
+    kernels = chosen(server.kernels, server.platform)
+    log.info("sglang_kernels", platform=server.platform, **asdict(kernels))
     arguments = ["--enable-return-routed-experts", *("--mm-feature-transport", "cpu")]
     return arguments, {
-        "SGLANG_DSV4_FP4_EXPERTS": "1" if engine.arch.weight_format == "fp4" else "0",
-        # With 1, the grouped output matrix is packed at load and every reload asserts.
-        "SGLANG_OPT_FP8_WO_A_GEMM": "0",
-        # An update is refused while the split buffers of this kernel are cached.
-        "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
-        "SGLANG_SKIP_CHECKPOINT_LOAD_CHECK": "1",
+        **environment(kernels, fp4_experts=engine.arch.weight_format == "fp4"),
+        # A server compiles what it meets; compiling ahead of that takes minutes at each start.
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
         "SGLANG_DSV4_MHC_PREWARM": "0",
         "HF_HUB_OFFLINE": "1",
     }
-
-
-_CHOICES = {"cpu": _cpu, "cuda": _cuda, "rocm": _cuda}
 
 
 def interpreter_of(server: ServerSpec) -> str:
@@ -92,7 +87,3 @@ def check_version(found: str) -> None:
     """An untested version may well work; the log says that nobody has seen it."""
     if found not in TESTED_VERSIONS:
         log.warning("sglang_version_untested", found=found, tested=TESTED_VERSIONS)
-
-
-def installed_version() -> str:
-    return metadata.version("sglang")

@@ -8,11 +8,24 @@ TransportName = Literal["disk", "tensor", "gloo", "nccl"]
 
 
 @dataclass(frozen=True, slots=True)
+class Kernels:
+    """How each part of the model is computed on a GPU; `kernels.py` says what there is."""
+
+    mhc_pre: str = "auto"
+    mhc_post: str = "auto"
+    attention: str = "auto"
+    indexer: str = "auto"
+    compressor: str = "auto"
+    hash_topk: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSpec:
     """A server that this engine starts as its child, or, with a `url`, one that runs already."""
 
     checkpoint: str  # release layout: what a fresh server loads
     platform: Platform = "cpu"
+    kernels: Kernels = Kernels()
     transport: TransportName = "disk"
     tensor_parallel: int = 1
     max_total_tokens: int | None = None
@@ -29,4 +42,6 @@ class ServerSpec:
 
     @classmethod
     def from_payload(cls, payload: dict[str, Any]) -> Self:
-        return cls(**payload | {"extra_arguments": tuple(payload["extra_arguments"])})
+        kernels = Kernels(**payload["kernels"])
+        arguments = tuple(payload["extra_arguments"])
+        return cls(**payload | {"kernels": kernels, "extra_arguments": arguments})

@@ -1,0 +1,53 @@
+"""What a server is started with: every choice is set, and what a platform lacks is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from services.rollout.engine.requests import EngineSpec
+from services.rollout.engine.sglang.kernels import TABLE, chosen, environment
+from services.rollout.engine.sglang.launch import launch_of
+from services.rollout.engine.sglang.spec import Kernels, ServerSpec
+from shared.job_cluster import SGLangKernelsSection
+from shared.models.deepseek_v4.architecture import Architecture
+
+ARCH = Architecture.load(Path("assets/tiny-dsv4"))
+
+
+def engine(server: ServerSpec) -> EngineSpec:
+    return EngineSpec(ARCH, 48, 4096, True, 1, server=server)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_a_gpu_server_gets_every_path_and_what_updates_need(platform: str) -> None:
+    server = ServerSpec("/checkpoint", platform=platform, max_total_tokens=524288)  # type: ignore[arg-type]
+    launch = launch_of(engine(server), server, model=Path("/checkpoint"), port=4000)
+    assert launch.environment["SGLANG_OPT_FP8_WO_A_GEMM"] == "0"
+    assert launch.environment["SGLANG_OPT_DEEPGEMM_HC_PRENORM"] == "0"
+    assert launch.environment["SGLANG_DSV4_FP4_EXPERTS"] == "0"
+    assert launch.environment["SGLANG_OPT_USE_FUSED_HASH_TOPK"] == "1"
+    text = " ".join(launch.arguments)
+    assert "--max-running-requests 48" in text
+    assert "--max-total-tokens 524288" in text
+    assert "--enable-return-routed-experts" in text
+
+
+def test_a_path_that_the_platform_lacks_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"kernels\.attention 'aiter_sparse' is not on cuda"):
+        chosen(Kernels(attention="aiter_sparse"), "cuda")
+    with pytest.raises(ValueError, match=r"kernels\.indexer 'deep_gemm' is not on rocm: tilelang"):
+        chosen(Kernels(indexer="deep_gemm"), "rocm")
+
+
+def test_one_choice_changes_its_variables_alone() -> None:
+    preset = environment(chosen(Kernels(), "rocm"), fp4_experts=True)
+    other = environment(chosen(Kernels(mhc_pre="torch"), "rocm"), fp4_experts=True)
+    assert preset["SGLANG_DSV4_FP4_EXPERTS"] == "1"
+    assert dict(preset.items() - other.items()) == {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "1"}
+
+
+def test_a_job_can_name_exactly_the_paths_that_there_are() -> None:
+    fields = SGLangKernelsSection.model_fields
+    assert list(fields) == list(TABLE)
+    for part, paths in TABLE.items():
+        assert set(fields[part].annotation.__args__) == {"auto", *paths}  # type: ignore[union-attr]
