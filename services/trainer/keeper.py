@@ -16,7 +16,7 @@ import structlog
 
 from services.trainer.books import Books
 from services.trainer.events import EventLog, EventMaker
-from services.trainer.ranks import RankSet, RanksLost
+from services.trainer.ranks import RankSet, RanksLost, RanksStalled
 from shared.errors import Rejected, RemoteError, TandemError, WeightsCorrupt
 from shared.telemetry import counter
 
@@ -144,6 +144,8 @@ class RankKeeper:
                 await self._drop_ranks()
                 self._restarts += 1
                 counter("trainer_rank_restarts_total", "Times that the ranks were lost.").inc()
+                if isinstance(err, RanksStalled):
+                    self._record.note(self._events("ranks_stalled", **err.diagnosis.document()))
                 log.warning("ranks_lost", error=str(err), restarts_in_a_row=self._restarts)
                 if self._restarts > MAX_RESTARTS_IN_A_ROW or self._is_closed:
                     raise

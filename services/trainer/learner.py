@@ -12,10 +12,18 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from services.trainer.launch import (
+    ADDRESS_VARIABLE,
+    DETERMINISTIC_VARIABLE,
+    TIMEOUT_VARIABLE,
+    WATCHDOG_VARIABLE,
+)
+from services.trainer.watchdog.beacon import Beacon
 from shared.channel import Request, SyncChannel
 from shared.errors import Rejected, WeightsCorrupt
 from shared.process import die_with_parent
@@ -26,7 +34,6 @@ if TYPE_CHECKING:
     from services.trainer.engine.operations import Operations
 
 log = structlog.get_logger()
-ADDRESS_VARIABLE = "TANDEM_CHANNEL"
 
 
 def main() -> None:
@@ -58,23 +65,45 @@ def run(channel: SyncChannel | None) -> None:
     from services.trainer.megatron import parallel
 
     began_s = time.monotonic()
-    parallel.join()
+    beacon = _beacon()
+    _restrict_operations()
+    parallel.join(timeout_s=float(os.environ.get(TIMEOUT_VARIABLE, "600")))
     broadcast = Broadcast()
-    operations = Operations(_progress_to(channel))
+    operations = Operations(_progress_to(channel, beacon))
     log.info("rank_ready", ranks=broadcast.size, seconds=round(time.monotonic() - began_s, 2))
     try:
-        while _serve_one(channel, broadcast, operations):
+        while _serve_one(channel, broadcast, operations, beacon):
             pass
     finally:
         parallel.leave()
+        if beacon is not None:
+            beacon.close()
+
+
+def _beacon() -> Beacon | None:
+    """For the watchdog; None for a rank that was started without one."""
+    folder = os.environ.get(WATCHDOG_VARIABLE)
+    return Beacon(Path(folder), int(os.environ.get("RANK", "0"))) if folder else None
+
+
+def _restrict_operations() -> None:
+    if os.environ.get(DETERMINISTIC_VARIABLE):
+        import torch
+
+        torch.use_deterministic_algorithms(True)
 
 
 def _serve_one(
-    channel: SyncChannel | None, broadcast: "Broadcast", operations: "Operations"
+    channel: SyncChannel | None,
+    broadcast: "Broadcast",
+    operations: "Operations",
+    beacon: Beacon | None,
 ) -> bool:
     """One operation; False after `stop`."""
     request = channel.recv() if channel else None
     op, payload = broadcast.share((request.op, request.payload) if request else None)
+    if beacon is not None:
+        beacon.begin(op)
     error: Exception | None = None
     result: dict[str, Any] = {}
     try:
@@ -84,6 +113,8 @@ def _serve_one(
         log.warning("operation_refused", op=op, error=str(err))
         error = err
     error = broadcast.first_error(error)
+    if beacon is not None:
+        beacon.begin("")
     if channel and request:
         _answer(channel, request, result, error)
     return op != "stop"
@@ -98,8 +129,10 @@ def _answer(
         channel.fail(request.id, error)
 
 
-def _progress_to(channel: SyncChannel | None) -> Callable[[str, int], None]:
+def _progress_to(channel: SyncChannel | None, beacon: Beacon | None) -> Callable[[str, int], None]:
     def progress(phase: str, step: int) -> None:
+        if beacon is not None:
+            beacon.note(phase, step)
         if channel is not None:
             channel.notify("progress", {"phase": phase, "step": step})
 

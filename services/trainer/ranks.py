@@ -1,17 +1,16 @@
 """One set of Megatron ranks: torchrun children of this process, asked through rank 0's channel.
 
-    conductor ──channel──> rank 0 ──process group──> other ranks
+    conductor ──channel──> rank 0 ──process group──> other ranks ──beacons──> watchdog
         └── torchrun ──starts──────────^───────────────^
 
-One operation at a time, each with a deadline. Ranks that die or answer nothing in time are lost as
-a whole: everything they started is killed, and a new set is started elsewhere (`actor.py`).
+One operation at a time, each with a deadline. Ranks that die, answer nothing in time or stand still
+are lost as a whole: everything they started is killed, and the keeper starts a new set.
 """
 
 import asyncio
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -21,15 +20,17 @@ from typing import Any, Protocol, Self, cast
 import structlog
 from pydantic import Field
 
+from services.trainer.launch import ADDRESS_VARIABLE, MARK, WATCHDOG_DIR, Launch, LaunchBoard
+from services.trainer.watchdog.diagnosis import Diagnosis
+from services.trainer.watchdog.watch import Watch
 from shared.channel import AsyncChannel, listening
 from shared.config import Part
 from shared.errors import ChannelClosed, DeadlineExceeded, TandemError
 from shared.job import Job
-from shared.process import die_with_parent, free_port, kill_marked, prepare_to_fork
+from shared.process import die_with_parent, kill_marked, prepare_to_fork
 from shared.tasks import end
 
 log = structlog.get_logger()
-MARK = "TANDEM_RANKS"
 LOG_FILE = "ranks.log"
 _TAIL_LINES = 8
 _GOODBYE_S = 5.0
@@ -37,6 +38,14 @@ _GOODBYE_S = 5.0
 
 class RanksLost(TandemError):
     """The ranks died or stopped answering."""
+
+
+class RanksStalled(RanksLost):
+    """They stood still; `diagnosis` says where, and who was missing."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        super().__init__(diagnosis.sentence())
+        self.diagnosis = diagnosis
 
 
 class RankDeadlines(Part):
@@ -76,28 +85,51 @@ class Ranks:
     """Built by `start`; after `stop` or `RanksLost` it is of no more use."""
 
     def __init__(
-        self, resources: AsyncExitStack, process: asyncio.subprocess.Process, log_path: Path
+        self,
+        resources: AsyncExitStack,
+        process: asyncio.subprocess.Process,
+        log_path: Path,
+        watch: Watch,
     ) -> None:
         self._resources = resources
         self._process = process
         self._log_path = log_path
+        self._watch = watch
         self._channel: AsyncChannel | None = None
         self._deadlines = RankDeadlines()
+        self._stands_still = False
 
     @classmethod
-    async def start(cls, *, job_id: str, job: Job, run_dir: Path, deadlines: RankDeadlines) -> Self:
+    async def start(
+        cls,
+        *,
+        job_id: str,
+        job: Job,
+        run_dir: Path,
+        deadlines: RankDeadlines,
+        board: LaunchBoard | None = None,
+    ) -> Self:
         """Start the processes and have them load the job's first weights.
 
-        `run_dir` is absolute. Raises `RanksLost`, or what the ranks say of the weights.
+        `run_dir` is absolute. Other nodes read from `board` what to start. Raises `RanksLost`,
+        ValueError for a site value that is not set, or what the ranks say of the weights.
         """
         mark = str(run_dir)
         kill_marked(MARK, mark)  # what a killed conductor may have left
+        board = board or LaunchBoard()
         async with AsyncExitStack() as stack:
             listener = await stack.enter_async_context(listening())
-            process = await _spawn(job, run_dir, listener.address, mark)
+            launch = board.post(job, run_dir)
+            stack.callback(board.clear)
+            watch = Watch(
+                run_dir / WATCHDOG_DIR,
+                num_ranks=job.layout.world,
+                stall_s=job.actor.watchdog.stall_s,
+            )
+            process = await _spawn(launch, listener.address)
             stack.push_async_callback(process.wait)
             stack.callback(kill_marked, MARK, mark)  # runs first
-            ranks = cls(stack, process, run_dir / LOG_FILE)
+            ranks = cls(stack, process, run_dir / LOG_FILE, watch)
             ranks._deadlines = deadlines
             await ranks._connect(listener.accept(deadlines.start_s))
             first = {"job_id": job_id, "job": job.model_dump(mode="json"), "run_dir": mark}
@@ -147,7 +179,8 @@ class Ranks:
 
     async def stop(self) -> None:
         """Ask them to end, then see that nothing of them is left: who is late is killed."""
-        if self._channel is not None and not self._channel.closed.is_set():
+        is_there = self._channel is not None and not self._channel.closed.is_set()
+        if self._channel is not None and is_there and not self._stands_still:
             with contextlib.suppress(TandemError, TimeoutError):
                 await self._channel.request("stop", timeout_s=_GOODBYE_S)
                 await asyncio.wait_for(self._process.wait(), _GOODBYE_S)
@@ -169,11 +202,21 @@ class Ranks:
             await end(accepting)
 
     async def _ask(self, op: str, payload: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        """The answer, unless the ranks are lost or stand still before it comes."""
         assert self._channel is not None
+        asking = asyncio.ensure_future(self._channel.request(op, payload, timeout_s=deadline_s))
+        watching = asyncio.create_task(self._watch.stalled())
         try:
-            return await self._channel.request(op, payload, timeout_s=deadline_s)
+            await asyncio.wait({asking, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                self._stands_still = True
+                raise RanksStalled(watching.result())
+            return asking.result()
         except (ChannelClosed, DeadlineExceeded) as err:
             raise RanksLost(f"{op}: {err}; {self._tail()}") from err
+        finally:
+            await end(watching)
+            await end(asking)
 
     def _tail(self) -> str:
         """The end of the ranks' log, which says why they died."""
@@ -183,33 +226,18 @@ class Ranks:
         return f"{self._log_path} ends with: " + " | ".join(line.strip() for line in lines)
 
 
-async def _spawn(job: Job, run_dir: Path, address: str, mark: str) -> asyncio.subprocess.Process:
+async def _spawn(launch: Launch, address: str) -> asyncio.subprocess.Process:
     prepare_to_fork()
-    num_ranks = job.cluster.gpus_per_node
-    argv = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc-per-node", str(num_ranks), "--max-restarts", "0"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
-        *("--log-dir", str(run_dir / "torchrun")),  # else a folder in /tmp that nobody removes
-        *("-m", "services.trainer.learner", "--channel", address),
-    ]
-    threads = str(job.actor.num_threads)
-    env = {
-        **os.environ,
-        MARK: mark,
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    with (run_dir / LOG_FILE).open("ab") as output:
+    launch.record()
+    with (Path(launch.run_dir) / LOG_FILE).open("ab") as output:
         process = await asyncio.create_subprocess_exec(
-            *argv,
-            env=env,
+            *launch.command(0),
+            env={**launch.variables(), ADDRESS_VARIABLE: address},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
-    log.info("ranks_started", pid=process.pid, ranks=num_ranks)
+    log.info("ranks_started", pid=process.pid, nodes=launch.nodes, ranks=launch.num_ranks)
     return process

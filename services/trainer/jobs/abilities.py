@@ -25,7 +25,6 @@ LACKING = (
         Lacking(f"actor.kernels.{part}", lambda kind: kind == "torch", "only torch is built")
         for part in ("mhc_pre", "mhc_post", "attention", "indexer", "experts", "router")
     ),
-    Lacking("actor.deterministic", lambda on: not on, "GPU operations are not restricted yet"),
     Lacking("tracking.wandb", lambda section: section is None, "no client of wandb is built"),
 )
 

@@ -1,0 +1,131 @@
+"""How ranks are started on one node or several: torchrun's command and the ranks' environment.
+
+    conductor's node (0)  Ranks ──torchrun──> its ranks, rank 0 among them
+    every other node (i)  node.py ──torchrun──> its ranks; asks the conductor what to start
+
+One node meets at a free port of its own; several meet at `cluster.rendezvous`. What was started is
+written to `ranks.json` in the run folder.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shared.job import Job
+from shared.process import free_port
+from shared.section import site_value
+
+LEARNER = ("-m", "services.trainer.learner")
+RECORD_FILE = "ranks.json"
+MARK = "TANDEM_RANKS"
+ADDRESS_VARIABLE = "TANDEM_CHANNEL"  # where rank 0 finds the conductor
+WATCHDOG_DIR = "watchdog"
+WATCHDOG_VARIABLE = "TANDEM_WATCHDOG_DIR"
+TIMEOUT_VARIABLE = "TANDEM_COLLECTIVE_TIMEOUT_S"
+DETERMINISTIC_VARIABLE = "TANDEM_DETERMINISTIC"
+
+
+class Launch(BaseModel):
+    """One start of all ranks. Example: number 3, nodes 2, ranks_per_node 8, host '10.0.0.1'."""
+
+    model_config = ConfigDict(frozen=True)
+
+    number: int
+    """Counts the starts of this conductor; another number means: end yours, start these."""
+    nodes: int
+    ranks_per_node: int
+    host: str
+    port: int
+    timeout_s: float
+    run_dir: str
+    """Of all nodes: the run folder is on a file system that they share."""
+    environment: dict[str, str]
+    """`$SITE_…` values are each node's own."""
+    program: list[str] = Field(default_factory=lambda: list(LEARNER))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @classmethod
+    def of(cls, job: Job, run_dir: Path, *, number: int, program: list[str] | None = None) -> Self:
+        """ValueError for a site value that this node does not have."""
+        cluster = job.cluster
+        several = cluster.actor_nodes > 1
+        host = site_value(cluster.rendezvous.host or "") if several else "127.0.0.1"
+        return cls(
+            number=number,
+            nodes=cluster.actor_nodes,
+            ranks_per_node=cluster.gpus_per_node,
+            host=host,
+            port=cluster.rendezvous.port if several else free_port(),
+            timeout_s=cluster.rendezvous.timeout_s,
+            run_dir=str(run_dir),
+            environment=environment(job, run_dir),
+            program=program or list(LEARNER),
+        )
+
+    def command(self, node: int) -> list[str]:
+        """torchrun's, for one node."""
+        argv = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"]
+        argv += ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.ranks_per_node)]
+        if self.nodes == 1:
+            argv += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.host}:{self.port}"]
+        else:  # ranks are numbered by node, so that rank 0 is the conductor's neighbour
+            argv += ["--node-rank", str(node), "--master-addr", self.host]
+            argv += ["--master-port", str(self.port)]
+            argv += ["--rdzv-conf", f"timeout={self.timeout_s:g}"]
+        log_dir = Path(self.run_dir) / "torchrun"  # else a folder in /tmp that nobody removes
+        return [*argv, "--log-dir", str(log_dir), *self.program]
+
+    def variables(self) -> dict[str, str]:
+        """The whole environment of this node's ranks; ValueError for a site value not set here."""
+        own = {name: site_value(value) for name, value in self.environment.items()}
+        return {**os.environ, **own, MARK: self.run_dir}
+
+    def record(self) -> None:
+        """Keep what was started in the run folder."""
+        path = Path(self.run_dir) / RECORD_FILE
+        text = json.dumps({**self.model_dump(), "command": self.command(0)}, indent=2)
+        building = path.with_suffix(".building")
+        building.write_text(text + "\n")
+        building.rename(path)
+
+
+class LaunchBoard:
+    """Where the conductor posts what is started, for nodes that ask. `program` replaces the learner
+    in tests."""
+
+    def __init__(self, program: list[str] | None = None) -> None:
+        self.current: Launch | None = None
+        self._program = program
+        self._number = 0
+
+    def post(self, job: Job, run_dir: Path) -> Launch:
+        self._number += 1
+        self.current = Launch.of(job, run_dir, number=self._number, program=self._program)
+        return self.current
+
+    def clear(self) -> None:
+        self.current = None
+
+
+def environment(job: Job, run_dir: Path) -> dict[str, str]:
+    """What the job asks of its ranks: threads, transport, watchdog, determinism."""
+    actor = job.actor
+    threads = str(actor.num_threads)
+    repeatable = {DETERMINISTIC_VARIABLE: "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TORCHDYNAMO_DISABLE": "1",
+        **(repeatable if actor.deterministic else {}),
+        **actor.watchdog.variables(str(run_dir)),
+        WATCHDOG_VARIABLE: str(run_dir / WATCHDOG_DIR),
+        TIMEOUT_VARIABLE: f"{actor.watchdog.collective_timeout_s:g}",
+        **actor.env.variables(),
+    }

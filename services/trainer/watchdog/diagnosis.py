@@ -1,0 +1,144 @@
+"""From what ranks left behind to one sentence: which collective waits, and for whom.
+
+A rank that waits has a collective that has not ended. Of the groups that wait, the one is named
+whose missing ranks wait for nothing themselves: the others only wait for those that wait.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A collective in which some ranks of its group are, and others are not."""
+
+    collective: str
+    """As the flight recorder names it: 'gloo:all_to_all'."""
+    group: str
+    sequence: int
+    """Of the collectives of this group."""
+    arrived: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    op: str
+    phase: str
+    step: int
+    quiet_s: float
+    waiting: Waiting | None
+    states: Mapping[int, str]
+    """What each rank that is not in the collective does: 'stopped (SIGSTOP)', 'no answer'."""
+
+    def sentence(self) -> str:
+        where = f"{self.op}, {self.phase}" if self.phase not in ("begin", self.op) else self.op
+        begin = f"no rank made progress for {self.quiet_s:.0f} s in {where}"
+        states = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(self.states.items()))
+        if self.waiting is None:
+            return f"{begin}; no collective is under way; {states or 'no rank answered'}"
+        one = self.waiting
+        return (
+            f"{begin}: {one.collective} number {one.sequence} of group {one.group} has ranks "
+            f"{_listed(one.arrived)} and waits for {_listed(one.missing)}"
+            + (f" ({states})" if states else "")
+        )
+
+    def document(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "states": {str(rank): text for rank, text in self.states.items()},
+            "sentence": self.sentence(),
+        }
+
+
+def diagnose(
+    beacons: Mapping[int, Mapping[str, Any]],
+    traces: Mapping[int, Mapping[str, Any]],
+    states: Mapping[int, str],
+    *,
+    quiet_s: float,
+) -> Diagnosis:
+    """`beacons` and `traces` by rank as those left them; `states` of the ones that are not well."""
+    waiting = _root(_all_waiting(traces, sorted({*beacons, *traces, *states})), traces)
+    missing = waiting.missing if waiting is not None else tuple(states)
+    shown = {rank: states.get(rank) or _place(beacons.get(rank, {})) for rank in missing}
+    newest = max(beacons.values(), key=lambda one: (one["op"] != "", one["at_s"]), default={})
+    return Diagnosis(
+        op=str(newest.get("op", "")),
+        phase=str(newest.get("phase", "")),
+        step=max((int(one["step"]) for one in beacons.values()), default=-1),
+        quiet_s=quiet_s,
+        waiting=waiting,
+        states=shown,
+    )
+
+
+def _all_waiting(traces: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> list[Waiting]:
+    """Collectives that have not ended on some rank, and which others did not come to."""
+    found: dict[tuple[str, int, str], Waiting] = {}
+    for trace in traces.values():
+        for entry in trace["entries"]:
+            group, name = entry["process_group"][0], entry["profiling_name"]
+            key = (group, _sequence(entry), name)
+            members = set(_members(traces, group, ranks))
+            here = {rank for rank in members if _came(traces.get(rank), key)}
+            if members - here:
+                shown = _described(traces, group)
+                missing = tuple(sorted(members - here))
+                found[key] = Waiting(name, shown, key[1], tuple(sorted(here)), missing)
+    return list(found.values())
+
+
+def _came(trace: Mapping[str, Any] | None, key: tuple[str, int, str]) -> bool:
+    """Whether a rank is in the collective, or was and went on."""
+    if trace is None:
+        return False
+    group, sequence, _ = key
+    inside = any(
+        (one["process_group"][0], _sequence(one), one["profiling_name"]) == key
+        for one in trace["entries"]
+    )
+    return inside or int(trace["last"].get(group, -1)) >= sequence
+
+
+def _root(found: Sequence[Waiting], traces: Mapping[int, Mapping[str, Any]]) -> Waiting | None:
+    """Fewest missing ranks that wait themselves, then most that wait."""
+
+    def depth(one: Waiting) -> tuple[int, int]:
+        waiting = [rank for rank in one.missing if traces.get(rank, {}).get("entries")]
+        return len(waiting), -len(one.arrived)
+
+    return min(found, key=depth, default=None)
+
+
+def _sequence(entry: Mapping[str, Any]) -> int:
+    return int(entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"])
+
+
+def _members(
+    traces: Mapping[int, Mapping[str, Any]], group: str, ranks: Sequence[int]
+) -> Sequence[int]:
+    for trace in traces.values():
+        if members := trace["groups"].get(group):
+            return [int(rank) for rank in members]
+    return ranks
+
+
+def _described(traces: Mapping[int, Mapping[str, Any]], group: str) -> str:
+    for trace in traces.values():
+        for entry in trace["entries"]:
+            if entry["process_group"][0] == group and entry["process_group"][1] != "undefined":
+                return str(entry["process_group"][1])
+    return group
+
+
+def _place(beacon: Mapping[str, Any]) -> str:
+    if not beacon:
+        return "never started"
+    return f"in {beacon['op'] or 'no operation'}, {beacon['phase']}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
