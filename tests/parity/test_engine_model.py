@@ -141,6 +141,29 @@ def test_shared_expert_clamp_follows_its_flag() -> None:
     assert (outputs[0] - outputs[1]).abs().max() > 0.1  # the clamp binds
 
 
+def test_equal_router_scores_go_to_the_lower_experts() -> None:
+    """Whatever the shape of the batch: half of the biases are the highest, and no gate tells them
+    apart."""
+    shape = replace(DEMO, n_routed_experts=48, num_experts_per_tok=5, num_hash_layers=0)
+    arch, stored = canonical(shape, "fp32")
+    for layer in range(arch.num_hidden_layers):
+        stored[f"layers.{layer}.ffn.gate.weight"].zero_()
+        stored[f"layers.{layer}.ffn.gate.bias"] = torch.arange(48.0).remainder(2)
+    tokens = random_tokens(arch, rows=3, length=40)
+    expected = reference_logits(arch, stored, tokens, UNQUANTISED, torch.float32)
+    for chunks in CHUNKS.values():
+        found = engine_logits(
+            arch,
+            derive(arch, stored),
+            tokens,
+            quant=UNQUANTISED,
+            dtype=torch.float32,
+            chunks=chunks,
+        )
+        known = ~found.isnan()
+        assert (found - expected)[known].abs().max() <= 2e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("shape", [*SHAPES, "aligned"])
 def test_a_row_has_the_same_bits_alone_and_among_others(shape: str) -> None:
     """A completion must not depend on its neighbours; FP8 rounding would magnify a last bit."""

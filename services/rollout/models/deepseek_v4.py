@@ -297,7 +297,7 @@ class Sampler:
         else:
             assert block.gate_bias is not None
             biased = scores_NX + block.gate_bias  # the bias selects, it never weighs
-            experts_Nk = biased.topk(arch.num_experts_per_tok, dim=-1).indices
+            experts_Nk = _stable_top(biased, arch.num_experts_per_tok)
         chosen_Nk = scores_NX.gather(1, experts_Nk)
         total = chosen_Nk.sum(-1, keepdim=True).add_(_constant(1e-20, x_ND))
         scale = _constant(arch.routed_scaling_factor, x_ND)
