@@ -83,6 +83,15 @@ def pack(
     ]
 
 
+def num_guessed(sequences: Sequence[ScoredSequence], depths: int) -> int:
+    """Scored tokens that MTP blocks guess, once a block: block k needs k + 2 tokens before it."""
+    return sum(
+        max(0, len(one.token_ids) - max(one.num_prompt_tokens, depth + 2))
+        for one in sequences
+        for depth in range(depths)
+    )
+
+
 def share_out(
     lengths: dict[int, int], *, num_ranks: int, alignment: int = ROW_ALIGNMENT
 ) -> list[dict[int, int]]:

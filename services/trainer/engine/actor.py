@@ -40,7 +40,7 @@ from services.trainer.megatron.optimizer import (
 )
 from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
-from services.trainer.packing import MicroBatch, ScoredSequence, context_part, pack
+from services.trainer.packing import MicroBatch, ScoredSequence, context_part, num_guessed, pack
 from shared.errors import Rejected
 from shared.job import Job, expand_path
 from shared.messages import TrainingBatch
@@ -80,6 +80,7 @@ class Actor:
             self.architecture,
             layers=stages[parallel_state.get_pipeline_model_parallel_rank()],
             freeze_router=job.actor.freeze_router,
+            train_mtp=job.actor.mtp_loss_weight > 0,
         )
         self._load_first_weights()
         self._reference = ReferencePolicy(self.model) if job.algorithm.kl.coefficient else None
@@ -128,6 +129,7 @@ class Actor:
             results.append(result)
         self.step, self.policy_version = batch.step, batch.policy_version + 1
         return {
+            **self._mtp_metrics(record, tokens),
             **_token_metrics(record, tokens, old, reference),
             "loss": sum(result.loss for result in results) / updates,
             "grad_norm": max(result.grad_norm for result in results),
@@ -270,6 +272,7 @@ class Actor:
                 temperature=batch.temperature,
                 algorithm=algorithm,
                 quant=self._quant,
+                mtp_coefficient=self._mtp_coefficient(tokens.sequences),
             )
         with clock("optimizer"):
             self._check_finite(loss, batch.step, first=first)
@@ -286,6 +289,21 @@ class Actor:
             packed.micro_batches,
             packed.padded_tokens,
         )
+
+    def _mtp_metrics(
+        self, record: schedule.TokenRecord, tokens: ResponseTokens
+    ) -> dict[str, float]:
+        if not self.job.actor.mtp_loss_weight:
+            return {}
+        return {"mtp_loss": -float(record.mtp_logprobs.sum()) / self._num_guessed(tokens.sequences)}
+
+    def _mtp_coefficient(self, sequences: list[ScoredSequence]) -> float:
+        """The loss is `actor.mtp_loss_weight` times the mean over all guesses."""
+        weight = self.job.actor.mtp_loss_weight
+        return weight / self._num_guessed(sequences) if weight else 0.0
+
+    def _num_guessed(self, sequences: list[ScoredSequence]) -> int:
+        return max(1, num_guessed(sequences, self.architecture.num_nextn_predict_layers))
 
     def _check_drift(self, old: Tensor, tokens: ResponseTokens, step: int) -> None:
         bound = self.job.bounds.max_mean_abs_delta_logprob

@@ -40,13 +40,14 @@ class TokenRecord:
     clipped: Tensor
     weights: Tensor
     corrected: Tensor
+    mtp_logprobs: Tensor  # zero where no MTP block is trained
 
     @classmethod
     def empty(cls, num_tokens: int) -> "TokenRecord":
         def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(num_tokens, dtype=dtype)
 
-        return cls(zeros(), zeros(), zeros(torch.bool), zeros(), zeros(torch.bool))
+        return cls(zeros(), zeros(), zeros(torch.bool), zeros(), zeros(torch.bool), zeros())
 
     def put(self, places: Tensor, values: "TokenRecord") -> None:
         for name in self.__slots__:
@@ -67,7 +68,8 @@ def score(
     def nothing_to_learn(micro: MicroBatch, scores: TokenScores) -> tuple[Tensor, TokenRecord]:
         ones = torch.ones_like(scores.logprobs)
         none = ones > 1
-        return torch.zeros(()), TokenRecord(scores.logprobs, scores.entropy, none, ones, none)
+        record = TokenRecord(scores.logprobs, scores.entropy, none, ones, none, 0 * ones)
+        return torch.zeros(()), record
 
     with torch.no_grad():
         inputs = _Pass(model, micro_batches, architecture, num_tokens, temperature, quant)
@@ -84,12 +86,20 @@ def forward_backward(
     temperature: float,
     algorithm: AlgorithmSection,
     quant: ActivationQuant = UNQUANTISED,
+    mtp_coefficient: float = 0.0,
 ) -> tuple[float, TokenRecord]:
-    """Accumulate the gradient of the policy loss of all micro-batches; -> the loss, the record."""
+    """Accumulate the gradient of the policy loss of all micro-batches; -> the loss, the record.
+
+    MTP blocks that are trained add `mtp_coefficient` times the negative log-probability of each
+    label; the policy's gradient is the same without them.
+    """
 
     def learn(micro: MicroBatch, scores: TokenScores) -> tuple[Tensor, TokenRecord]:
+        mtp = scores.mtp_logprobs
+        guessed = torch.zeros_like(scores.logprobs) if mtp is None else mtp
         if not len(micro.places):  # other ranks still work, and the gradient of nothing is awaited
-            return 0 * (scores.logprobs.sum() + scores.entropy.sum()), TokenRecord.empty(0)
+            nothing = scores.logprobs.sum() + scores.entropy.sum() + guessed.sum()
+            return 0 * nothing, TokenRecord.empty(0)
         here = tokens.at(torch.from_numpy(micro.places), scores.logprobs.device)
         result = policy_loss(scores.logprobs, scores.entropy, here, algorithm)
         record = TokenRecord(
@@ -98,8 +108,9 @@ def forward_backward(
             result.clipped,
             result.weights,
             result.corrected,
+            guessed.detach(),
         )
-        return result.total, record
+        return result.total - mtp_coefficient * guessed.sum(), record
 
     num_tokens = len(tokens.sampler)
     inputs = _Pass(model, micro_batches, architecture, num_tokens, temperature, quant)

@@ -32,6 +32,7 @@ def check_layout(job: Job, architecture: Architecture) -> None:
     for field, size, what, number in _shared_out(layout, architecture):
         if number % size:
             raise ValueError(f"actor.parallel.{field} {size} does not divide {what} {number}")
+    _check_mtp(job, architecture)
     _check_rows(job, architecture)
     if job.actor.quantisation != "none" and architecture.weight_format in ("fp8", "fp4"):
         _check_blocks(layout, architecture)
@@ -44,6 +45,20 @@ def _shared_out(layout: Layout, arch: Architecture) -> Iterator[tuple[str, int, 
     yield "tensor", layout.tensor, "moe_intermediate_size", arch.moe_intermediate_size
     yield "expert", layout.expert, "n_routed_experts", arch.n_routed_experts
     yield "expert_tensor", layout.expert_tensor, "moe_intermediate_size", arch.moe_intermediate_size
+
+
+def _check_mtp(job: Job, arch: Architecture) -> None:
+    weight, layout = job.actor.mtp_loss_weight, job.layout
+    if weight and not arch.num_nextn_predict_layers:
+        raise ValueError(
+            f"actor.mtp_loss_weight {weight:g}: the model has no MTP block "
+            f"(num_nextn_predict_layers is 0)"
+        )
+    for field, size in (("pipeline", layout.pipeline), ("context", layout.context)):
+        if weight and size > 1:
+            raise ValueError(
+                f"actor.mtp_loss_weight {weight:g} needs actor.parallel.{field} 1, not {size}"
+            )
 
 
 def _check_rows(job: Job, arch: Architecture) -> None:

@@ -26,6 +26,7 @@ class TokenScores:
 
     logprobs: Tensor
     entropy: Tensor
+    mtp_logprobs: Tensor | None = None  # of the same labels by MTP blocks, summed over these
 
 
 class OutputHead(ColumnParallelLinear):
@@ -44,10 +45,14 @@ class OutputHead(ColumnParallelLinear):
         """`[…, V]` FP32 of this rank's vocabulary slice; for tests and short inputs."""
         return torch.nn.functional.linear(wide(x_ND), wide(self.weight))
 
-    def score(self, x_ND: Tensor, labels_N: Tensor, temperature: float) -> TokenScores:
-        """Log-probabilities and entropies of `softmax(logits / temperature)` at `labels_N`."""
+    def score(
+        self, x_ND: Tensor, labels_N: Tensor, temperature: float, *, learns: bool = True
+    ) -> TokenScores:
+        """Log-probabilities and entropies of `softmax(logits / temperature)` at `labels_N`; without
+        `learns` no gradient reaches the vocabulary matrix."""
         slice_ = _Vocabulary(self.tp_group, self.weight.size(0))
-        logprobs, entropy = _Score.apply(x_ND, self.weight, labels_N, temperature, slice_)
+        weight = self.weight if learns else self.weight.detach()
+        logprobs, entropy = _Score.apply(x_ND, weight, labels_N, temperature, slice_)
         return TokenScores(logprobs, entropy)
 
 

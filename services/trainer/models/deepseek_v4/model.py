@@ -6,6 +6,9 @@ Parameter names are the release's names (`weights.py` has the few exceptions).
 """
 
 # B rows, S tokens per row, T = B·S, N streams, D model width, V vocabulary
+from dataclasses import dataclass, replace
+
+import torch
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
@@ -33,6 +36,7 @@ class DeepSeekV4(MegatronModule):
         *,
         layers: range | None = None,
         freeze_router: bool = True,
+        train_mtp: bool = False,
     ) -> None:
         super().__init__(config=config)
         layers = range(architecture.num_hidden_layers) if layers is None else layers
@@ -59,8 +63,11 @@ class DeepSeekV4(MegatronModule):
             self.mtp = nn.ModuleDict(
                 {str(depth): MtpBlock(config, architecture, depth=depth) for depth in depths}
             )
-            freeze(self.mtp)
-        for block in blocks.values():
+            if not train_mtp:
+                freeze(self.mtp)
+        self.train_mtp = train_mtp and self.post_process
+        routed = [*blocks.values(), *(self.mtp.values() if self.train_mtp else ())]
+        for block in routed:
             block.ffn.gate.weight.requires_grad_(not freeze_router)
         self.to(cpu.device())
 
@@ -98,7 +105,11 @@ class DeepSeekV4(MegatronModule):
             return trace("logits", self.head.logits(x_TD.view(*token_ids_BS.shape, -1)))
         assert positions_N is not None, "labels without positions"
         x_ND = self.norm(self.hc_head(h_TND.index_select(0, positions_N)))
-        return self.head.score(x_ND, labels_N, temperature)
+        scores = self.head.score(x_ND, labels_N, temperature)
+        if not (self.train_mtp and torch.is_grad_enabled()):
+            return scores
+        labels = _Labels(token_ids_BS, positions_N, labels_N)
+        return replace(scores, mtp_logprobs=self._mtp_logprobs(h_TND.detach(), labels, quant))
 
     def mtp_logits(
         self,
@@ -109,11 +120,42 @@ class DeepSeekV4(MegatronModule):
         quant: ActivationQuant = UNQUANTISED,
     ) -> Tensor:
         """FP32 logits `[B, S, V]` of the token after the next, from the last streams."""
-        embedded_TD: Tensor = self.embed(next_ids_BS.flatten())
+        x_TND = self._mtp_streams(h_TND, next_ids_BS, depth, quant)
+        x_TD = self._mtp_block(depth).read(x_TND)
+        return self.head.logits(x_TD.view(*next_ids_BS.shape, -1))
+
+    def _mtp_logprobs(self, h_TND: Tensor, labels: "_Labels", quant: ActivationQuant) -> Tensor:
+        """`[N]` log-probabilities that MTP blocks give the labels at temperature 1, summed.
+
+        Block k sees position i's streams and token i + 1 + k and guesses token i + 2 + k
+        (DeepSeek-V3, arXiv 2412.19437, equations 21 to 24), so the first labels of a row that has
+        hardly a prompt have nobody who could guess them and get 0.
+        """
+        width = labels.token_ids.size(1)
+        next_ids_BS, total = labels.token_ids, h_TND.new_zeros(len(labels.labels))
+        for depth in range(len(self.mtp)):
+            # What is rolled in at a row's end stands behind all labels.
+            next_ids_BS = next_ids_BS.roll(-1, 1)
+            h_TND = self._mtp_streams(h_TND, next_ids_BS, depth, quant)
+            (kept,) = (labels.positions % width > depth).nonzero(as_tuple=True)
+            at = labels.positions[kept] - 1 - depth
+            x_MD = self._mtp_block(depth).read(h_TND.index_select(0, at))
+            scores = self.head.score(x_MD, labels.labels[kept], 1.0, learns=False)
+            total = total.index_add(0, kept, scores.logprobs.to(total.dtype))
+        return total
+
+    def _mtp_streams(
+        self, h_TND: Tensor, next_ids_BS: Tensor, depth: int, quant: ActivationQuant
+    ) -> Tensor:
+        with torch.no_grad():
+            next_TD: Tensor = self.embed(next_ids_BS.flatten())
+        given = BlockInput(next_ids_BS, Routes(), quant)
+        return self._mtp_block(depth).streams(h_TND, next_TD, given)
+
+    def _mtp_block(self, depth: int) -> MtpBlock:
         block = self.mtp[str(depth)]
         assert isinstance(block, MtpBlock)
-        x_TD = block.hidden(h_TND, embedded_TD, BlockInput(next_ids_BS, Routes(), quant))
-        return self.head.logits(x_TD.view(*next_ids_BS.shape, -1))
+        return block
 
     def _first_streams(self, token_ids_BS: Tensor) -> Tensor:
         streams, width = self.architecture.hc_mult, self.architecture.hidden_size
@@ -122,3 +164,12 @@ class DeepSeekV4(MegatronModule):
             return rows_TD.unsqueeze(1).expand(-1, streams, -1).contiguous()
         assert self.input_tensor is not None, "this stage got no input"
         return self.input_tensor.view(token_ids_BS.numel(), streams, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """What is scored of a batch: label n is the token after flat position n."""
+
+    token_ids: Tensor  # [B, S]
+    positions: Tensor  # [N]
+    labels: Tensor  # [N]

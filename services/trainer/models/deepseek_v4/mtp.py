@@ -1,7 +1,7 @@
 """Multi-token prediction: one more block that guesses the token after the next one.
 
-Its weights travel with the policy. Nothing trains it yet, so it is frozen; it shares the embedding
-and the output head of the model.
+Its weights travel with the policy. They are frozen unless a job trains them, by a loss that reaches
+nothing else: the streams, the embedding and the output head that the block reads are detached.
 """
 
 # T tokens, N streams, D model width
@@ -31,10 +31,14 @@ class MtpBlock(Block):
         self.hc_head = HeadMix(config, architecture)
         self.norm = RMSNorm(config, width)
 
-    def hidden(self, h_TND: Tensor, next_TD: Tensor, given: BlockInput) -> Tensor:
-        """What the head reads, `[T, D]`, from the model's last streams and the embeddings of the
-        next tokens; `given.token_ids` are the next tokens, too."""
+    def streams(self, h_TND: Tensor, next_TD: Tensor, given: BlockInput) -> Tensor:
+        """Its streams `[T, N, D]` from those before and the embeddings of the next tokens;
+        `given.token_ids` are the next tokens, too."""
         embedded_TD = self.e_proj(linear_input(self.enorm(next_TD), given.quant))
         rounded_TND = linear_input(self.hnorm(h_TND), given.quant)
-        streams = embedded_TD.unsqueeze(1) + self.h_proj(rounded_TND)
-        return self.norm(self.hc_head(self(streams, given, Trace())))
+        mixed_TND = embedded_TD.unsqueeze(1) + self.h_proj(rounded_TND)
+        return self.forward(mixed_TND, given, Trace())
+
+    def read(self, h_TND: Tensor) -> Tensor:
+        """What the output head reads of its streams, `[T, D]`."""
+        return self.norm.forward(self.hc_head.forward(h_TND))
