@@ -236,11 +236,8 @@ class FakeServer:
         if served is None or held is not None or served < max(newest, prompt.min_policy_version):
             raise Retryable("not yet")
         await asyncio.sleep(self.world.sampling_s)
-        await publish(
-            self.world.redis,
-            topology.rollouts(JOB_ID),
-            sampled(prompt, served, replica=self.name).pack(),
-        )
+        group = await self.world.complete(sampled(prompt, served, replica=self.name))
+        await publish(self.world.redis, topology.rollouts(JOB_ID), group.pack())
 
     def _build_app(self) -> FastAPI:
         app = FastAPI()
@@ -325,6 +322,10 @@ def sampled(prompt: PromptGroup, version: int, *, replica: str = "rollout-0") ->
     )
 
 
+async def as_it_is(group: RolloutGroup) -> RolloutGroup:
+    return group
+
+
 def graded(group: RolloutGroup, grade: Grade) -> ScoredGroup:
     outcomes = [grade(group.prompt, index) for index in range(group.prompt.num_samples)]
     return ScoredGroup(group=group, outcomes=outcomes, grading_s=0.0)
@@ -342,6 +343,7 @@ class World:
     job: Job
     source: PromptSource
     grade: Grade = alternating
+    complete: Callable[[RolloutGroup], Awaitable[RolloutGroup]] = as_it_is  # before it is out
     sampling_s: float = 0.0
     history: list[tuple[int, list[str]]] = field(default_factory=list)
     rank_faults: list[str] = field(default_factory=list)

@@ -14,6 +14,8 @@ from shared import topology
 from shared.messages import Event, RolloutGroup
 from shared.parity.trace import Traced, TraceRequest
 from shared.registry import live_replicas
+from shared.route_store import load_routes
+from shared.routes import unpack_routes
 from shared.streams import entries_of, publish
 from tests.integration.rollout_world import (
     JOB_ID,
@@ -31,6 +33,7 @@ from tests.integration.rollout_world import (
     write_checkpoint,
     write_version,
 )
+from tests.tiny_deepseek_v4 import DEMO
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -116,9 +119,11 @@ async def test_a_held_or_outdated_server_takes_nothing(
 async def test_updates_in_mid_generation_keep_the_group_with_exact_spans(
     redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
 ) -> None:
-    """Each pause mode once, all within the same four completions."""
+    """Each pause mode once, all within the same four completions; their routes survive it, too."""
     document = job_document(
-        checkpoint, sampling={"context_length": 1024, "max_response_tokens": 400}
+        checkpoint,
+        sampling={"context_length": 1024, "max_response_tokens": 400},
+        actor={"replay": {"routing": True, "indexer": True}},
     )
     async with rollout_process(redis_url, free_port, tmp_path) as server:
         await announce_job(redis, trainer, document)
@@ -136,6 +141,20 @@ async def test_updates_in_mid_generation_keep_the_group_with_exact_spans(
             assert [span.policy_version for span in rollout.version_spans] == [0, 1, 2, 3]
             assert len(rollout.response_token_ids) == 400
             assert rollout.finish_reason == "length"
+        await check_routes(redis, group)
+
+
+async def check_routes(redis: Redis, group: RolloutGroup) -> None:
+    """They are in their key, of every input token, and as the trainer wants them."""
+    assert group.routes is not None
+    named = {"job_id": JOB_ID, "group_id": group.prompt.group_id}
+    blobs = await load_routes(redis, group.routes, **named, num_rollouts=len(group.rollouts))
+    for rollout, blob in zip(group.rollouts, blobs, strict=True):
+        num_inputs = len(group.prompt.prompt_token_ids) + len(rollout.response_token_ids) - 1
+        asked = {"routing": True, "indexer": True, "of": rollout.rollout_id}
+        unpack_routes(blob, DEMO, num_inputs, **asked)
+    (event,) = await sampled_events(redis)
+    assert event.fields["route_bytes"] == group.routes.num_bytes > 0
 
 
 async def test_a_dead_engine_ends_the_process_and_loses_nothing(
