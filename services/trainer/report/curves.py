@@ -41,6 +41,7 @@ class Curves:
     lag_max: Curve
     truncated: Curve
     bad_logprobs: Curve
+    route_bytes: Curve
     step_seconds: Curve
     tokens_per_s: Curve
     phases: dict[str, Curve]
@@ -69,6 +70,7 @@ def step_curves(run: RunEvents) -> Curves:
         lag_max=_curve(steps, "lag_max"),
         truncated=_curve(steps, "truncated_share"),
         bad_logprobs=_curve(steps, "bad_logprobs"),
+        route_bytes=_curve(steps, "route_bytes"),
         step_seconds=_curve(steps, "step_seconds"),
         tokens_per_s=_curve(steps, "tokens_per_s"),
         phases=_phases(steps),

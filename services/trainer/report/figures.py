@@ -26,13 +26,15 @@ _SIZE = (8.4, 3.9)  # inches
 Draw = Callable[[Axes], None]
 
 
-def draw_figures(curves: Curves, evaluations: list[Evaluation], folder: Path) -> dict[str, Path]:
+def draw_figures(
+    curves: Curves, evaluations: list[Evaluation], folder: Path, *, drift_bound: float
+) -> dict[str, Path]:
     """Write one PNG per subject that has data; returns name -> file."""
     panels: dict[str, list[Draw]] = {}
     if len(curves):
         panels["reward"] = [lambda axes: _reward(axes, curves)]
         panels["delta_logprob"] = [
-            lambda axes: _delta_mean(axes, curves),
+            lambda axes: _delta_mean(axes, curves, drift_bound),
             lambda axes: _delta_p99(axes, curves),
         ]
         panels["step_seconds"] = [lambda axes: _phases(axes, curves)]
@@ -103,14 +105,18 @@ def _reward(axes: Axes, curves: Curves) -> None:
     axes.set(xlabel="step", ylabel="online reward")
 
 
-def _delta_mean(axes: Axes, curves: Curves) -> None:
+def _delta_mean(axes: Axes, curves: Curves, bound: float) -> None:
     _line(axes, curves.step, curves.delta_mean, colour=_BLUE, label="mean of tokens")
     fit = linear_fit(curves.delta_mean, curves.step)
     if math.isfinite(fit.low):
         ends = np.array([curves.step[0], curves.step[-1]])
         label = f"fit: {fit.slope:+.1e} a step [{fit.low:+.1e}, {fit.high:+.1e}]"
         axes.plot(ends, [fit.at(x) for x in ends], "--", color=_RED, linewidth=1.2, label=label)
-    axes.set_ylim(bottom=0)
+    axes.axhline(bound, color=_GREY, linewidth=1.2, linestyle=":", label=f"bound {bound:g}")
+    if np.nanmax(curves.delta_mean, initial=0.0) < bound / 20:
+        axes.set_yscale("log")  # else the curve would lie on the axis
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_ylabel("mean |Δ log p|")
 
 

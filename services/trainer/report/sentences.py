@@ -75,6 +75,14 @@ def delta_logprob(summary: Summary) -> str:
             f" Up to {summary.lag_max:.0f} versions of training lie between the two, and what they"
             f" changed is part of it."
         )
+    above = f"{values.steps_above} of {values.slope.num_steps} steps were not"
+    held = "every step was" if not values.steps_above else above
+    level += f" With {values.bound_why} a step's mean should stay below {values.bound:g}: {held}."
+    if summary.route_bytes:
+        level += (
+            f" The sampler's choices came along, {number(summary.route_bytes / 1e6)} MB of them "
+            f"({number(summary.route_bytes / max(1, summary.tokens_trained))} bytes a token)."
+        )
     if values.slope.num_steps < 3:
         return f"{level} There are too few steps for a trend."
     return f"{level} Over the run the mean {_moved(values.slope, 'step by step')}"

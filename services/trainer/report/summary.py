@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.trainer.report.curves import Curve, Curves
+from services.trainer.report.drift import Bound, drift_bound
 from services.trainer.report.evaluations import Comparison, Evaluation, compare_to_first
 from services.trainer.report.events import RunEvents, dropped_by_reason
 from shared.statistics import linear_fit
@@ -47,7 +48,7 @@ class DeltaLogprob:
 
     mean and p99 are means of the steps' values weighted by response tokens; p99_worst_step and max
     are the largest of any step; largest_jump is the largest rise of the mean from one step to the
-    next, so after one weight update.
+    next, so after one weight update. `bound` is what the job's settings promise of a step's mean.
     """
 
     mean: float
@@ -56,6 +57,9 @@ class DeltaLogprob:
     max: float
     largest_jump: float
     slope: Slope
+    bound: float
+    bound_why: str
+    steps_above: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class Summary:
     samples_trained: int
     tokens_trained: int
     response_tokens_sampled: int
+    route_bytes: int  # of the sampler's choices, compressed, that came with trained groups
     outcomes: dict[str, int]
     reward_raw: Reward
     reward_trained: Reward
@@ -132,10 +137,11 @@ def summarise(run: RunEvents, curves: Curves, evaluations: list[Evaluation]) -> 
         samples_trained=int(np.nansum(curves.samples)),
         tokens_trained=int(np.nansum(curves.tokens)),
         response_tokens_sampled=_total(run, "group_sampled", "tokens"),
+        route_bytes=int(np.nansum(curves.route_bytes)),
         outcomes=_outcomes(run),
         reward_raw=_reward(curves, curves.reward_raw),
         reward_trained=_reward(curves, curves.reward_trained),
-        delta_logprob=_delta_logprob(curves),
+        delta_logprob=_delta_logprob(curves, drift_bound(job)),
         lag_mean=_mean(curves.lag_mean),
         lag_max=_max(curves.lag_max),
         evaluations=evaluations,
@@ -198,7 +204,7 @@ def _reward(curves: Curves, values: Curve) -> Reward:
     )
 
 
-def _delta_logprob(curves: Curves) -> DeltaLogprob:
+def _delta_logprob(curves: Curves, bound: Bound) -> DeltaLogprob:
     rises = np.diff(curves.delta_mean)
     return DeltaLogprob(
         mean=_weighted_mean(curves.delta_mean, curves.response_tokens),
@@ -207,6 +213,9 @@ def _delta_logprob(curves: Curves) -> DeltaLogprob:
         max=_max(curves.delta_max),
         largest_jump=_max(rises),
         slope=_slope(curves, curves.delta_mean),
+        bound=bound.value,
+        bound_why=bound.why,
+        steps_above=int((curves.delta_mean >= bound.value).sum()),
     )
 
 

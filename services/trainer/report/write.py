@@ -27,7 +27,9 @@ def write_report(run_dir: Path) -> Path:
     summary = summarise(run, curves, finished_evaluations(run))
     document = json.dumps(summary.document(), indent=2, allow_nan=False)
     _replace(run_dir / SUMMARY_FILE, document + "\n")
-    figures = draw_figures(curves, summary.evaluations, run_dir)
+    figures = draw_figures(
+        curves, summary.evaluations, run_dir, drift_bound=summary.delta_logprob.bound
+    )
     return _replace(run_dir / REPORT_FILE, render_page(summary, figures))
 
 
