@@ -91,8 +91,14 @@ def measure(checkpoint: Path, prompts: Sequence[str]) -> Iterator[Row]:
         yield row(f"rounding {name}", sides.reference(quant), exact)
     yield row("trainer in BF16 against FP32", sides.actor("bfloat16"), trainer)
     yield row("sampler rounding against trainer, FP32", decoded, trainer)
-    replayed = sides.actor("float32", routes=sides.routes(RELEASE))
-    yield row("the same, the trainer replaying its experts", decoded, replayed)
+    chosen = sides.routes(RELEASE)
+    for what, routes in (
+        ("its experts", Routes(replay=chosen.replay)),
+        ("its entries", Routes(entries=chosen.entries)),
+        ("both", chosen),
+    ):
+        replayed = sides.actor("float32", routes=routes)
+        yield row(f"the same, the trainer replaying {what}", decoded, replayed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +121,18 @@ class Sides:
         return logits
 
     def routes(self, quant: ActivationQuant) -> Routes:
-        """The experts that a rounding side chooses."""
-        chosen: dict[int, Tensor] = {}
+        """The experts and entries that a rounding side chooses."""
+        chosen = Routes()
 
         def keep(name: str, value: Tensor) -> None:
             if name.endswith(".router"):
                 top = value.flatten(0, 1).topk(self.arch.num_experts_per_tok, -1).indices
-                chosen[int(name.split(".")[1])] = top
+                chosen.replay[int(name.split(".")[1])] = top
+            if name.endswith(".attn.indexer"):
+                chosen.entries[int(name.split(".")[1])] = value
 
         Reference(self.weights, self.arch, quant=quant).forward(self.tokens, trace=keep)
-        return Routes(replay=chosen)
+        return chosen
 
     def sampler(self, quant: ActivationQuant, *, decode: bool = False) -> Tensor:
         """One prefill; or a short one, then a token at a time."""
