@@ -57,6 +57,23 @@ class JobStatus(_Answer):
         return self.state in ENDED
 
 
+class KeptVersion(_Answer):
+    """A version that can be served again."""
+
+    policy_version: int
+    is_whole: bool
+    stored_bytes: int
+    base_version: int | None
+    effective_checksum: str | None
+    servers: list[str]
+
+
+class KeptVersions(_Answer):
+    current: int | None
+    rolled_back_to: int | None
+    versions: list[KeptVersion]
+
+
 @dataclass(frozen=True, slots=True)
 class NumberedEvent:
     line: int  # of the run's events.jsonl, from 1
@@ -124,6 +141,15 @@ class TandemClient:
 
     async def command(self, job_id: str, command: Command) -> JobStatus:
         return JobStatus.model_validate(await self._of_job("POST", job_id, f"/{command}"))
+
+    async def weights(self, job_id: str) -> KeptVersions:
+        return KeptVersions.model_validate(await self._of_job("GET", job_id, "/weights"))
+
+    async def roll_back(self, job_id: str, version: int) -> KeptVersions:
+        """`HttpFailed` with 404 if the job is not in progress or the version is not kept."""
+        url = f"{self._url}/v1/jobs/{job_id}/weights/rollback"
+        answer = await self._http.post(url, {"to": version}, idempotent=True)
+        return KeptVersions.model_validate(answer)
 
     async def summary(self, job_id: str) -> dict[str, Any]:
         """summary.json; `HttpFailed` with 404 while it is not written yet."""

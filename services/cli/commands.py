@@ -17,6 +17,7 @@ from services.cli.run import log_to, run
 from services.cli.stack import MAX_REWARD, MAX_ROLLOUT, check_stack, choose_ports, stack_programs
 from services.cli.tables import job_table, jobs_table
 from services.cli.watch import watch_job
+from services.cli.weights import weights
 from services.client import TandemClient
 from shared.local_stack import running
 
@@ -49,6 +50,7 @@ RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
 
 LOCAL_TRAINER = "http://127.0.0.1:8700"
 
+app.add_typer(weights, name="weights")
 app.command()(convert)
 app.command()(parity)
 app.command()(plan)

@@ -31,6 +31,7 @@ from shared.telemetry import gauge, histogram
 
 log = structlog.get_logger()
 VERSION_NOTE = "policy_version"  # of the books: set where a replay made other weights
+ROLLBACK_NOTE = "rolled_back_to"  # a version, or empty
 T = TypeVar("T")
 EndState = Literal["finished", "failed", "cancelled", "paused"]
 
@@ -48,6 +49,8 @@ class Conductor:
         self._on_point = on_point
         self._ranks_version = 0  # what the ranks hold
         self._eval_request: asyncio.Task[bool] | None = None
+        self._rollback_ended = asyncio.Event()
+        self._rollback_ended.set()
 
     async def run(self) -> None:
         """Train to the end; cancel it to stop at once. Raises `JobPaused`, or what went wrong."""
@@ -62,6 +65,7 @@ class Conductor:
             await p.watch.audit()
             while p.progress.steps_left:
                 self._obey_pause()
+                await self._unless_paused(self._while_rolled_back())
                 await self._step()
             await self._finish()
 
@@ -109,6 +113,25 @@ class Conductor:
             raise LookupError(f"version {held} is held, not {wanted}")
         return held
 
+    async def roll_back(self, version: int) -> None:
+        """Have `version` served again; the current one ends that. No step begins meanwhile.
+
+        LookupError if it cannot be had any more.
+        """
+        p = self.parts
+        current = p.publisher.current
+        if version != current and version not in p.store.versions():
+            raise LookupError(f"version {version} is not kept; kept are {p.store.versions()}")
+        target = None if version == current else version
+        p.books.keep_note(ROLLBACK_NOTE, "" if target is None else str(target))
+        await p.publisher.roll_back(target)
+        self._rollback_ended.set() if target is None else self._rollback_ended.clear()
+        log.warning("rolled_back", policy_version=version, current=current)
+        p.record.note(p.events("rolled_back", policy_version=version, current_version=current))
+
+    async def _while_rolled_back(self) -> None:
+        await self._rollback_ended.wait()
+
     # One step
 
     async def _step(self) -> None:
@@ -144,6 +167,9 @@ class Conductor:
         try:
             return await self._unless_paused(self.parts.collector.take(deadline_s=deadline_s))
         except DeadlineExceeded as err:
+            if not self._rollback_ended.is_set():  # nobody samples for training meanwhile
+                await self._unless_paused(self._while_rolled_back())
+                return await self._collect()
             where = await self._whereabouts()
             raise JobPaused(f"{err} (bounds.step_deadline_s). {where}") from err
         except StepStarved as err:
@@ -202,7 +228,7 @@ class Conductor:
         version = p.progress.policy_version
         await self._pin_evaluated()
         await p.publisher.publish(version)
-        if p.admission.max_lag == 0:
+        if p.admission.max_lag == 0 and self._rollback_ended.is_set():
             deadline_s = p.job.update.deadline_s
             serving = p.publisher.wait_served(version, deadline_s=deadline_s)
             if await self._unless_paused(serving):
@@ -316,6 +342,9 @@ class Conductor:
             p.progress.policy_version = self._ranks_version = version
             await p.exporter.export(version)
         await p.evals.restore()
+        if rolled_back := p.books.read_note(ROLLBACK_NOTE):
+            p.publisher.rolled_back_to = int(rolled_back)
+            self._rollback_ended.clear()
         await self._publish()
 
     async def _finish(self) -> None:

@@ -1,20 +1,80 @@
-"""Versions of the job in progress: manifests, and where their shards are served."""
+"""Versions of the job in progress: what is kept, manifests, where shards are, the way back."""
 
+import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import RedirectResponse
+from pydantic import BaseModel, ConfigDict, Field
 
+from services.trainer.conductor import Conductor
 from services.trainer.jobs.runner import JobRunner
 from services.trainer.versions import VersionStore
 from shared.weights.manifest import Manifest
 from shared.weights.shard_server import Kind
 
-router = APIRouter(prefix="/v1/weights", tags=["weights"])
+router = APIRouter(prefix="/v1", tags=["weights"])
 
 
-@router.get("/{version}/manifest", responses={404: {"description": "not offered"}})
+class KeptVersion(BaseModel):
+    """A version that can be served; `is_whole` is False where it would be rebuilt first."""
+
+    policy_version: int
+    is_whole: bool
+    stored_bytes: int
+    base_version: int | None
+    effective_checksum: str | None = Field(description="null before a server has served it")
+    servers: list[str] = Field(description="that serve it now")
+
+
+class KeptVersions(BaseModel):
+    """`rolled_back_to` is null while the current version is the one to serve."""
+
+    current: int | None
+    rolled_back_to: int | None
+    versions: list[KeptVersion]
+
+
+class RollBack(BaseModel):
+    """The current version ends a rollback. Example: {"to": 17}."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    to: int = Field(ge=0)
+
+
+@router.get("/jobs/{job_id}/weights", responses={404: {"description": "no such job in progress"}})
+async def kept_versions(request: Request, job_id: str) -> KeptVersions:
+    """Every version that can be served again, oldest first."""
+    parts = _active(request, job_id).parts
+    kept = await asyncio.to_thread(parts.store.describe)
+    versions = [
+        KeptVersion(**asdict(one), servers=parts.publisher.serving(one.policy_version))
+        for one in kept
+    ]
+    publisher = parts.publisher
+    return KeptVersions(
+        current=publisher.current, rolled_back_to=publisher.rolled_back_to, versions=versions
+    )
+
+
+@router.post(
+    "/jobs/{job_id}/weights/rollback",
+    status_code=202,
+    responses={404: {"description": "no such job in progress, or the version is not kept"}},
+)
+async def roll_back(request: Request, job_id: str, body: RollBack) -> KeptVersions:
+    """Have every free server serve an older version under its own number; training waits."""
+    try:
+        await _active(request, job_id).roll_back(body.to)
+    except LookupError as err:
+        raise HTTPException(404, str(err)) from err
+    return await kept_versions(request, job_id)
+
+
+@router.get("/weights/{version}/manifest", responses={404: {"description": "not offered"}})
 async def manifest(request: Request, version: int) -> Manifest:
     found = _store(request).manifest(version)
     if found is None:
@@ -23,7 +83,7 @@ async def manifest(request: Request, version: int) -> Manifest:
 
 
 @router.get(
-    "/{version}/{kind}/{index}",
+    "/weights/{version}/{kind}/{index}",
     status_code=307,
     responses={404: {"description": "not offered"}},
 )
@@ -41,6 +101,13 @@ def find_shard(
     """The file of the job in progress; called in threads."""
     active = runner.active
     return None if active is None else active.parts.store.file(version, kind, index)
+
+
+def _active(request: Request, job_id: str) -> Conductor:
+    runner: JobRunner = request.app.state.runner
+    if runner.active is None or runner.active.parts.job_id != job_id:
+        raise HTTPException(404, f"job {job_id} is not in progress")
+    return runner.active
 
 
 def _store(request: Request) -> VersionStore:

@@ -250,7 +250,7 @@ class FakeServer:
         @app.post("/v1/weights/updates", status_code=202)
         async def begin(asked: BeginUpdate) -> UpdateStatus:
             await self._freeze()
-            if self.version is not None and asked.version <= self.version:
+            if self.version is not None and not (asked.is_rollback or asked.version > self.version):
                 raise HTTPException(409, f"{self.version} is served")
             path = self.world.run_dir / "weights" / f"v{asked.version:08d}" / shard_file(0)
             content = path.read_bytes()

@@ -296,6 +296,45 @@ async def test_paused_job_goes_on_where_it_was(redis: Redis, tmp_path: Path) -> 
         assert [step for step, _ in world.history] == [1, 2, 3, 4, 5, 6]  # nothing was replayed
 
 
+async def test_rolled_back_job_serves_the_old_version_and_waits(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """Also over a restart of the conductor; the current version ends it and training goes on."""
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=6), servers=2) as world:
+        world.sampling_s = 0.02
+        servers = list(world.servers.values())
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await world.until_served(3)
+        before = {version: servers[0].weights.get(version) for version in (1, 2)}
+        with pytest.raises(LookupError, match="version 77 is not kept"):
+            await conductor.roll_back(77)
+        await conductor.roll_back(2)
+        await until(lambda: all(server.version == 2 for server in servers))
+        conductor.pause_asked.set()
+        with pytest.raises(JobPaused, match="on request"):
+            await running
+        await conductor.close("paused")
+        trained = len(world.history)
+        assert 3 <= trained < 6
+
+        again = world.conductor()
+        running = asyncio.create_task(again.run())
+        late = await world.add_server("rollout-2")
+        await until(lambda: late.version is not None)
+        assert {server.version for server in (*servers, late)} == {2}
+        assert len({server.weights[2] for server in (*servers, late)} | {before[2]}) == 1
+        assert len(world.history) == trained
+        assert again.parts.publisher.current is not None
+        await again.roll_back(again.parts.publisher.current)
+        await asyncio.wait_for(running, 40)
+        await again.close("finished")
+        check_books(world).close()
+        assert [step for step, _ in world.history] == [1, 2, 3, 4, 5, 6]
+        assert [event["policy_version"] for event in world.events("rolled_back")] == [2, trained]
+        assert any(event["is_rollback"] for event in world.events("update_committed"))
+
+
 async def test_cancelled_job_leaves_nothing_running(redis: Redis, tmp_path: Path) -> None:
     async with running_world(redis, tmp_path / "run", job=make_job(steps=1000)) as world:
         conductor = world.conductor()
