@@ -163,6 +163,9 @@ class UpdateSection(Section):
     """The oldest go when all take more; what is current, held or being read stays anyway."""
     delta: bool = True
     """Also publish what changed since the version before; servers that hold it pull only that."""
+    transport: Literal["http", "nccl", "gloo"] = "http"
+    """`nccl`: shards are broadcast from the ranks' GPUs to the servers' (`gloo`: the same between
+    CPUs). What does not arrive that way is pulled over HTTP."""
     max_sends: int = Field(2, gt=0)
     """How often the trainer sends a shard of one version; further servers pull from servers."""
 

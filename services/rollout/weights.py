@@ -26,11 +26,12 @@ from services.rollout.staging import Stager, check_tensors
 from shared.errors import DeadlineExceeded, HttpFailed, RemoteError, TandemError, WeightsCorrupt
 from shared.tasks import end
 from shared.telemetry import counter, gauge, histogram
-from shared.weights.manifest import MANIFEST_FILE, delta_file, shard_file
+from shared.weights.manifest import INCOMING_FILE, MANIFEST_FILE, delta_file, shard_file
 from shared.weights.protocol import (
     BeginUpdate,
     CommitResult,
     CommitUpdate,
+    GroupTransfer,
     UpdateState,
     UpdateStatus,
 )
@@ -252,6 +253,8 @@ class Updates:
             check_tensors(manifest, self._engine.spec.arch)
             self._drop_all_but(update.folder, *([] if active is None else [self._path(active)]))
             update.folder.mkdir(parents=True, exist_ok=True)
+            if update.request.group is not None:
+                await self._receive(update, update.request.group)
             for shard in manifest.shards:
                 await asyncio.to_thread(update.stager.bring, shard)
             (update.folder / MANIFEST_FILE).write_text(manifest.model_dump_json())
@@ -270,6 +273,17 @@ class Updates:
             rebuilt_shards=status.rebuilt_shards,
         )
         self._on_change()
+
+    async def _receive(self, update: Update, group: GroupTransfer) -> None:
+        """Whatever a process group brings is verified like the rest, which is pulled."""
+        file = update.folder / INCOMING_FILE
+        file.write_text(update.request.manifest.without_delta().model_dump_json())
+        try:
+            await self._engine.receive(update.folder, group)
+        except (RemoteError, DeadlineExceeded) as err:
+            log.warning("group_failed", policy_version=update.version, error=str(err))
+        finally:
+            file.unlink(missing_ok=True)
 
     def _drop_all_but(self, *kept: Path) -> None:
         if self._folder.exists():

@@ -1,8 +1,10 @@
 """What one job is run with, each part given what it needs of the others."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 
@@ -17,11 +19,13 @@ from services.trainer.feeder import Feeder
 from services.trainer.keeper import RankKeeper, StartRanks
 from services.trainer.prompts import PromptSource
 from services.trainer.publisher import Publisher
+from services.trainer.rounds import Rounds
 from services.trainer.sampled_routes import SampledRoutes
 from services.trainer.versions import VersionStore
 from services.trainer.watch import Watch
 from shared.http import HttpClient
 from shared.job import Job
+from shared.weights.protocol import GroupTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ def assemble(
         update=job.update,
         http=http,
         holds=evals.holds,
+        rounds=_rounds(job, keeper, store, trainer_url),
         canary=config.canary,
         **told,
     )
@@ -122,4 +127,20 @@ def assemble(
         collector=collector,
         watch=watch,
         **own,
+    )
+
+
+def _rounds(job: Job, keeper: RankKeeper, store: VersionStore, trainer_url: str) -> Rounds | None:
+    """How versions travel other than over HTTP."""
+    if job.update.transport == "http":
+        return None
+
+    async def send(version: int, groups: Sequence[GroupTransfer]) -> str:
+        return await keeper.send(store.path(version), groups)
+
+    return Rounds(
+        send,
+        backend=job.update.transport,
+        host=urlsplit(trainer_url).hostname or "127.0.0.1",
+        deadline_s=job.update.deadline_s / 3,
     )

@@ -19,6 +19,7 @@ from services.trainer.events import EventLog, EventMaker
 from services.trainer.ranks import RankSet, RanksLost, RanksStalled
 from shared.errors import Rejected, RemoteError, TandemError, WeightsCorrupt
 from shared.telemetry import counter
+from shared.weights.protocol import GroupTransfer
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -85,6 +86,11 @@ class RankKeeper:
     ) -> dict[str, Any]:
         async with self._turn:
             return await self._insist(lambda ranks: ranks.export(policy_version, path, base))
+
+    async def send(self, path: Path, groups: Sequence[GroupTransfer]) -> str:
+        """Broadcast an exported version to servers; what went wrong, or nothing."""
+        async with self._turn:
+            return await self._insist(lambda ranks: ranks.send(path, groups))
 
     async def score(
         self,

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.fanout import Fanout
+from services.trainer.rounds import Rounds
 from services.trainer.servers import MAX_REFUSALS, Server
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.transactions import Transaction, UpdateFailed, is_refusal
@@ -57,6 +58,7 @@ class Publisher:
         record: EventLog,
         events: EventMaker,
         holds: Callable[[], Mapping[str, int]],
+        rounds: Rounds | None = None,
         canary: bool = True,
         max_parallel: int = 16,
         interval_s: float = 0.3,
@@ -72,6 +74,7 @@ class Publisher:
         self._record = record
         self._events = events
         self._holds = holds
+        self._rounds = rounds
         self._canary = canary
         self._interval_s = interval_s
         self._fanout = Fanout(shards_url, max_sends=update.max_sends)
@@ -164,6 +167,8 @@ class Publisher:
                 await wait_for_event(self._wake, self._interval_s)
         finally:
             await asyncio.gather(*(end(one.task) for one in self._servers.values() if one.task))
+            if self._rounds is not None:
+                await self._rounds.close()
 
     async def _reconcile(self) -> None:
         live = {one.name: one for one in await live_replicas(self._redis, "rollout")}
@@ -244,7 +249,7 @@ class Publisher:
                     self._note_served(server, version)
                     return
                 watch = Stopwatch()
-                begin = self._begin(server, manifest)
+                begin = await self._begin(server, manifest)
                 with watch.part("stage_s"):
                     staged = await update.stage(begin)
                 with watch.part("commit_s"):
@@ -258,17 +263,21 @@ class Publisher:
             self._note_served(server, version)
             self._note_committed(server, begin, staged, watch, result)
 
-    def _begin(self, server: Server, manifest: Manifest) -> BeginUpdate:
+    async def _begin(self, server: Server, manifest: Manifest) -> BeginUpdate:
         """As changes if the server has what they are changes of."""
         version, served = manifest.policy_version, server.version
         as_changes = manifest.delta is not None and manifest.delta.base_version == served
-        url = server.record.shards_url
+        url, group = server.record.shards_url, None
+        if self._rounds is not None and not as_changes:
+            owners = max((shard.part for shard in manifest.shards), default=0) + 1
+            group = await self._rounds.join(version, server.name, num_owners=owners)
         return BeginUpdate(
             job_id=self._job_id,
             version=version,
             base_version=served if as_changes else None,
             manifest=manifest if as_changes else manifest.without_delta(),
             sources=self._fanout.sources(version, server.name, url, as_changes=as_changes),
+            group=group,
             is_rollback=served is not None and served > version,
         )
 

@@ -29,6 +29,7 @@ from shared.errors import ChannelClosed, DeadlineExceeded, TandemError
 from shared.job import Job
 from shared.process import die_with_parent, kill_marked, prepare_to_fork
 from shared.tasks import end
+from shared.weights.protocol import GroupTransfer
 
 log = structlog.get_logger()
 LOG_FILE = "ranks.log"
@@ -73,6 +74,7 @@ class RankSet(Protocol):
     async def export(
         self, policy_version: int, path: Path, base: Path | None = None
     ) -> dict[str, Any]: ...
+    async def send(self, path: Path, groups: Sequence[GroupTransfer]) -> str: ...
     async def save(self, step: int, path: Path) -> dict[str, Any]: ...
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float
@@ -159,6 +161,12 @@ class Ranks:
             "base": None if base is None else str(base),
         }
         return await self._ask("export", what, self._deadlines.export_s)
+
+    async def send(self, path: Path, groups: Sequence[GroupTransfer]) -> str:
+        """Broadcast an exported version to servers; what went wrong, or nothing."""
+        what = {"path": str(path), "groups": [one.model_dump(mode="json") for one in groups]}
+        answer = await self._ask("send", what, self._deadlines.export_s)
+        return str(answer["error"])
 
     async def save(self, step: int, path: Path) -> dict[str, Any]:
         return await self._ask("save", {"step": step, "path": str(path)}, self._deadlines.save_s)

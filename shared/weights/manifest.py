@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MANIFEST_FILE = "manifest.json"
+INCOMING_FILE = "incoming.json"  # a manifest whose shards are not all there yet
 
 DType = Literal["F32", "BF16", "F8_E4M3", "F8_E8M0", "I8", "I32", "I64"]
 BYTES_PER_ITEM: dict[DType, int] = {

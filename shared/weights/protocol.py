@@ -43,6 +43,22 @@ class Probe(_Strict):
     max_mean_abs_delta: float = Field(gt=0)
 
 
+class GroupTransfer(_Strict):
+    """One member's part in a process group that moves a version's shards; rank 0 has the store."""
+
+    name: str = Field(description="of this attempt, so that no other one's members meet it")
+    backend: Literal["gloo", "nccl"]
+    host: str
+    port: int = Field(gt=0, le=65535)
+    rank: int = Field(ge=0)
+    members: list[str] = Field(min_length=2, description="by rank: owners of parts, then servers")
+    deadline_s: float = Field(gt=0)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
 class BeginUpdate(_Strict):
     """POST /v1/weights/updates -> 202. The same version again is the same update.
 
@@ -60,6 +76,9 @@ class BeginUpdate(_Strict):
     owners: list[str] = Field(
         default_factory=list,
         description="base URL of the node of each part; asked after `sources` for its shards",
+    )
+    group: GroupTransfer | None = Field(
+        None, description="take the shards from this group; what is missing then is pulled"
     )
     is_rollback: bool = Field(False, description="serve an older version than the active one")
 
@@ -94,7 +113,11 @@ class UpdateStatus(_Strict):
 
 
 class CommitResult(_Strict):
-    """200 of a commit: seconds of each phase, the probe, and what is now effective."""
+    """200 of a commit: seconds of each phase, the probe, and what is now effective.
+
+    Load, restore and probe may run while the old version samples; sampling stands still for
+    `pause_s`, and until running completions are recomputed another `resume_s`.
+    """
 
     version: int
     pause_s: float

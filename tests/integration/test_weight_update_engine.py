@@ -1,6 +1,7 @@
 """Activation in the engine itself: once, proven, reversible, and exact in mid-generation."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -53,12 +54,13 @@ class Publisher:
         *,
         mode: PauseMode = "in_place",
         probe: Probe | None = None,
+        checksum: str | None = None,
     ) -> tuple[dict[str, object], list[tuple[str, list[Completion]]]]:
         self.version += 1
         folder = self.folder / str(self.version)
         manifest: Manifest = write_version(folder, dict(tensors), self.version)
-        commit = CommitUpdate(pause_mode=mode, probe=probe)
-        return engine.activate(manifest, folder, commit, asked_at_s=0.0)
+        commit = CommitUpdate(pause_mode=mode, probe=probe, effective_checksum=checksum)
+        return engine.activate(manifest, folder, commit)
 
 
 @pytest.fixture
@@ -158,7 +160,42 @@ def _rebuilt_after_half(old: Mapping[str, Tensor]):  # type: ignore[no-untyped-d
     return build, ""  # the first by name of about half of all tensors
 
 
-@pytest.mark.parametrize("fault", [_stale_sink, _scales_read_as_numbers, _rebuilt_after_half])
+def _rebuilt_twice(old: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+    """What a second pass over derived state does: scales are folded into values that have them."""
+
+    def build(arch: Architecture, canonical: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+        derived = derive(arch, canonical)
+        scale = canonical["layers.1.attn.wo_b.scale"].float()[0, 0]
+        derived.blocks[1].out *= scale
+        return derived
+
+    return build, "layers.1.attn.wo_b.weight"
+
+
+def _rebuilt_after_every_shard(old: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+    """The position biases are put in order once, with the first shard; later ones stay raw."""
+
+    def build(arch: Architecture, canonical: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+        derived = derive(arch, canonical)
+        first = derive(arch, {**old, "embed.weight": canonical["embed.weight"]})
+        for block, latched in zip(derived.blocks, first.blocks, strict=True):
+            if block.compressor is not None and latched.compressor is not None:
+                block.compressor.ape = latched.compressor.ape
+        return derived
+
+    return build, ".attn.compressor.ape"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _stale_sink,
+        _scales_read_as_numbers,
+        _rebuilt_after_half,
+        _rebuilt_twice,
+        _rebuilt_after_every_shard,
+    ],
+)
 def test_a_wrong_rebuild_is_refused_by_the_checksum_without_a_probe(
     engine: EmbeddedEngine,
     publisher: Publisher,
@@ -196,6 +233,60 @@ def test_bad_tensors_are_named_and_the_old_version_serves(
             publisher.activate(engine, {**weights["B"], victim: tensor})
     assert engine.policy_version == 0
     assert all(np.array_equal(a, b) for a, b in zip(before, logprobs(engine), strict=True))
+
+
+def test_state_kept_across_versions_shows_in_the_log_probabilities(
+    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
+) -> None:
+    """The fault that neither probe nor checksum can see: what was computed stays in the cache."""
+    publisher.activate(engine, weights["A"])
+    engine.scheduler.add(request("g"))
+    run(engine, rounds=10)
+    table = engine.scheduler._slots
+    kept = table.computed.copy()
+    publisher.activate(engine, weights["B"])
+    table.computed[:] = kept
+    completions = run(engine)["g"]
+    assert [one.version_spans for one in completions] == [[(0, 11), (1, 19)]] * 4
+    with pytest.raises(AssertionError):
+        check_tokens_against_versions(completions, weights)
+
+
+def test_a_version_with_another_effective_checksum_than_its_replicas_is_refused(
+    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
+) -> None:
+    first, _ = publisher.activate(engine, weights["A"])
+    expected = str(first["effective_checksum"])
+    publisher.activate(engine, weights["A"], checksum=expected)
+    with pytest.raises(WeightsCorrupt, match=f"other servers have {expected}"):
+        publisher.activate(engine, weights["B"], checksum=expected)
+    assert engine.policy_version == 1
+
+
+def test_a_candidate_is_built_while_the_old_version_samples(
+    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
+) -> None:
+    """In another thread; tokens before the switch are of the old version alone."""
+    publisher.activate(engine, weights["A"])
+    engine.scheduler.add(request("g"))
+    run(engine, rounds=2)
+    folder = publisher.folder / "1"
+    manifest = write_version(folder, dict(weights["B"]), 1)
+    commit = CommitUpdate(probe=probe_for(weights["B"]))
+    with ThreadPoolExecutor(1) as builder:
+        building = builder.submit(engine.prepare, manifest, folder, commit)
+        rounds = 0
+        while not building.done() and rounds < 20:
+            run(engine, rounds=1)
+            rounds += 1
+        candidate = building.result(timeout=30)
+    assert candidate.version.canonical == {}
+    result, ended = engine.switch(candidate, commit)
+    assert (result["version"], ended) == (1, [])
+    completions = run(engine)["g"]
+    assert {one.version_spans[0][0] for one in completions} == {0}
+    assert {one.version_spans[1][0] for one in completions} == {1}
+    check_tokens_against_versions(completions, weights)
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])

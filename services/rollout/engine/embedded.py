@@ -2,13 +2,18 @@
 
 Started as `python -m services.rollout.engine.embedded ADDRESS PARENT_PID`. Everything that an
 operation changes, it changes between two steps, so an update needs no lock: the step boundary is
-the pause.
+the pause. A new version is built and proven in a thread, while the old one goes on sampling:
+
+    activate ──> thread: map, derive, check, probe ──> next step boundary: switch ──> recompute
+                 (sampling goes on)                    (pause_s)                      (resume_s)
 """
 
 import gc
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +25,14 @@ from services.rollout.engine.requests import Completion, EngineSpec, GroupReques
 from services.rollout.engine.routes import Recording
 from services.rollout.engine.scheduler import Limits, Scheduler
 from services.rollout.engine.weights import (
+    Candidate,
     LoadedVersion,
     Stopwatch,
     build_version,
     check_effective,
+    check_replicas,
     read_canonical,
+    receive_version,
     run_probe,
 )
 from services.rollout.models.deepseek_v4 import Sampler
@@ -37,11 +45,13 @@ from shared.process import die_with_parent
 from shared.quant.activation import ActivationQuant, embedded_rounding
 from shared.telemetry import configure_logging
 from shared.weights.manifest import MANIFEST_FILE, Manifest
-from shared.weights.protocol import CommitUpdate
+from shared.weights.protocol import CommitUpdate, GroupTransfer
 
 log = structlog.get_logger()
 
 _IDLE_S = 0.5
+_UPDATING_S = 0.005
+_SWITCH_INTERVAL_S = 0.0005  # the sampling thread must not wait long for one that builds
 _STATS_S = 0.5
 _TIDY_IDLE_S = 10.0
 _TIDY_BUSY_S = 120.0
@@ -68,14 +78,17 @@ class EmbeddedEngine:
         return None if version is None else version.policy_version
 
     def activate(
-        self, manifest: Manifest, folder: Path, commit: CommitUpdate, *, asked_at_s: float
+        self, manifest: Manifest, folder: Path, commit: CommitUpdate
     ) -> tuple[dict[str, Any], list[tuple[str, list[Completion]]]]:
         """Serve a staged version, or raise `WeightsCorrupt` and serve on as before.
 
         Gives the fields of a CommitResult, and requests that the pause mode ended.
         """
-        watch = Stopwatch(asked_at_s)
-        watch.lap("pause_s")
+        return self.switch(self.prepare(manifest, folder, commit), commit)
+
+    def prepare(self, manifest: Manifest, folder: Path, commit: CommitUpdate) -> Candidate:
+        """Build and prove a staged version beside what is served; safe in a thread of its own."""
+        watch = Stopwatch()
         canonical = read_canonical(manifest, folder)
         watch.lap("load_s")
         self.num_rebuilds += 1
@@ -85,13 +98,23 @@ class EmbeddedEngine:
         watch.lap("restore_s")
         delta = self._prove(version, commit)
         watch.lap("probe_s")
+        # From here on nobody needs what it was derived from.
+        return Candidate(replace(version, canonical={}), watch.seconds, delta)
+
+    def switch(
+        self, candidate: Candidate, commit: CommitUpdate
+    ) -> tuple[dict[str, Any], list[tuple[str, list[Completion]]]]:
+        """Serve a proven version from here on: all that happens in the pause."""
+        watch, version = Stopwatch(), candidate.version
         ended = self.scheduler.switch(version, commit.pause_mode)
-        watch.lap("resume_s")
-        log.info("version_active", policy_version=version.policy_version, **watch.seconds)
+        watch.lap("pause_s")
+        log.info("version_active", policy_version=version.policy_version, **candidate.seconds)
         result = {
             "version": version.policy_version,
+            **candidate.seconds,
             **watch.seconds,
-            "probe_mean_abs_delta": delta,
+            "resume_s": 0.0,
+            "probe_mean_abs_delta": candidate.probe_delta,
             "effective_checksum": version.checksum,
         }
         return result, ended
@@ -116,16 +139,28 @@ class EmbeddedEngine:
     def _prove(self, version: LoadedVersion, commit: CommitUpdate) -> float | None:
         delta = None
         if commit.probe is not None:
+            prober = self.scheduler.prober()
             delta = run_probe(
-                commit.probe,
-                lambda sequences: self.scheduler.score(sequences, 1.0, version=version),
+                commit.probe, lambda sequences: prober.score(sequences, 1.0, version=version)
             )
         check_effective(self.spec.arch, version)
+        check_replicas(version, commit.effective_checksum)
         return delta
 
 
 def rounding_of(spec: EngineSpec) -> ActivationQuant:
     return embedded_rounding(spec.arch.weight_format, activations=spec.quantise_activations)
+
+
+@dataclass(slots=True)
+class _Activation:
+    """One update in progress: a candidate that is being built, then a state that is recomputed."""
+
+    request_id: int
+    commit: CommitUpdate
+    building: Future[Candidate]
+    result: dict[str, Any] | None = None  # of the switch
+    resumes_since_s: float = 0.0
 
 
 class _Loop:
@@ -138,11 +173,15 @@ class _Loop:
         self._stats_at_s = 0.0
         self._tidied_at_s = time.monotonic()
         self._stopping = False
+        self._builder = ThreadPoolExecutor(1, "candidate")
+        self._receiving: tuple[int, Future[None]] | None = None
+        self._activation: _Activation | None = None
         self._operations: dict[str, Callable[[Request], None]] = {
             "generate": self._generate,
             "abort": self._abort,
             "score": self._score,
             "trace": self._trace,
+            "receive": self._receive,
             "activate": self._activate,
             "pause": self._pause,
             "continue": self._continue,
@@ -153,11 +192,17 @@ class _Loop:
         scheduler = self._engine.scheduler
         while not self._stopping:
             busy = scheduler.has_work and not self._engine.paused
-            while request := self._channel.recv(0.0 if busy else _IDLE_S):
+            updating = self._activation or self._receiving
+            idle_s = _UPDATING_S if updating else _IDLE_S
+            while request := self._channel.recv(0.0 if busy else idle_s):
                 self._handle(request)
                 busy = scheduler.has_work and not self._engine.paused
                 if self._stopping:
                     return
+            if self._receiving is not None:
+                self._go_on_receiving(*self._receiving)
+            if self._activation is not None:
+                self._go_on_activating(self._activation)
             if busy:
                 self._answer(scheduler.step())
             self._notify_stats()
@@ -194,15 +239,51 @@ class _Loop:
         traced = self._engine.trace(TraceRequest.unpack(request.payload["request"]))
         self._channel.reply(request.id, {"traced": traced.pack()})
 
+    def _receive(self, request: Request) -> None:
+        if self._receiving is not None:
+            raise ValueError("another version is being received")
+        folder = Path(request.payload["folder"])
+        group = GroupTransfer.model_validate_json(request.payload["group"])
+        self._receiving = (request.id, self._builder.submit(receive_version, folder, group))
+
+    def _go_on_receiving(self, request_id: int, receiving: Future[None]) -> None:
+        if not receiving.done():
+            return
+        self._receiving = None
+        if error := receiving.exception():
+            self._channel.fail(request_id, error)
+        else:
+            self._channel.reply(request_id)
+
     def _activate(self, request: Request) -> None:
         folder = Path(request.payload["folder"])
         manifest = Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
         commit = CommitUpdate.model_validate_json(request.payload["commit"])
-        result, ended = self._engine.activate(
-            manifest, folder, commit, asked_at_s=request.payload["asked_at_s"]
-        )
-        self._channel.reply(request.id, result)
-        self._answer(ended)
+        if self._activation is not None:
+            raise ValueError("another version is being activated")
+        building = self._builder.submit(self._engine.prepare, manifest, folder, commit)
+        self._activation = _Activation(request.id, commit, building)
+
+    def _go_on_activating(self, activation: _Activation) -> None:
+        """Between two steps: switch once the candidate is ready, answer once sampling goes on."""
+        if not activation.building.done():
+            return
+        if activation.result is None:
+            try:
+                candidate = activation.building.result()
+            except Exception as err:  # noqa: BLE001  whoever asked is told; the old version serves
+                log.warning("version_refused", error=repr(err))
+                self._activation = None
+                self._channel.fail(activation.request_id, err)
+                return
+            activation.result, ended = self._engine.switch(candidate, activation.commit)
+            activation.resumes_since_s = time.monotonic()
+            self._answer(ended)
+        if self._engine.scheduler.is_recomputing and not self._engine.paused:
+            return
+        activation.result["resume_s"] = time.monotonic() - activation.resumes_since_s
+        self._activation = None
+        self._channel.reply(activation.request_id, activation.result)
 
     def _pause(self, request: Request) -> None:
         self._engine.paused = True
@@ -262,6 +343,7 @@ def main(argv: list[str]) -> None:
     # What exists now lives as long as the process; collections in the middle of a step cost 4 %.
     gc.freeze()
     gc.disable()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         _Loop(engine, channel).run()
     except ChannelClosed:

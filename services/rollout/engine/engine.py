@@ -21,7 +21,7 @@ from services.rollout.engine.requests import Completion, EngineSpec, GroupReques
 from shared.channel import AsyncChannel, listening
 from shared.errors import ChannelClosed, DeadlineExceeded
 from shared.tasks import end
-from shared.weights.protocol import CommitResult, CommitUpdate
+from shared.weights.protocol import CommitResult, CommitUpdate, GroupTransfer
 
 log = structlog.get_logger()
 
@@ -99,6 +99,15 @@ class Engine:
         """A packed `Traced` for a packed `TraceRequest`: states of given tokens."""
         answer = await self._channel.request("trace", {"request": request}, timeout_s=timeout_s)
         return cast(bytes, answer["traced"])
+
+    async def receive(self, folder: Path, group: GroupTransfer) -> None:
+        """Take the shards that `folder` lists as incoming from a process group, as its files.
+
+        RemoteError if the engine cannot, or some member of the group did not come to its end.
+        """
+        payload = {"folder": str(folder), "group": group.model_dump_json()}
+        timeout_s = group.deadline_s + CALL_S
+        await self._channel.request("receive", payload, timeout_s=timeout_s)
 
     async def activate(
         self, folder: Path, commit: CommitUpdate, *, timeout_s: float

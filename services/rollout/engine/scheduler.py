@@ -28,6 +28,8 @@ from shared.errors import Retryable
 from shared.messages import FinishReason
 from shared.weights.protocol import PauseMode
 
+_PROBED_AT_ONCE = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -85,6 +87,7 @@ class Scheduler:
             dtype=dtype,
             device=device,
         )
+        self._dtype = dtype
         self._device = device
         self._waiting: deque[Group] = deque()
         self._prefixes: list[_Prefix] = []
@@ -164,6 +167,17 @@ class Scheduler:
         for prefix in self._prefixes:
             prefix.computed, prefix.logits = 0, None
         return ended
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether running completions still lack state under the weights that are served."""
+        table = self._slots
+        return bool((table.is_running & (table.computed < table.num_tokens - 1)).any())
+
+    def prober(self) -> "Scheduler":
+        """One to score with in another thread: same model and bounds, a small cache of its own."""
+        limits = replace(self.limits, max_running=_PROBED_AT_ONCE)
+        return Scheduler(self.model, limits=limits, dtype=self._dtype, device=self._device)
 
     def score(
         self, sequences: list[np.ndarray], temperature: float, *, version: LoadedVersion

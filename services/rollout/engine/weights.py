@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from services.rollout.models.deepseek_v4_weights import Derived, derive, effective, published
@@ -20,8 +21,9 @@ from shared.errors import WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import CheckpointInvalid, check_stored
 from shared.weights.effective import effective_checksum
-from shared.weights.manifest import DType, Manifest, shard_file
-from shared.weights.protocol import Probe, ProbeSequence
+from shared.weights.group import check_bytes, receive_shards
+from shared.weights.manifest import INCOMING_FILE, DType, Manifest, ShardEntry, shard_file
+from shared.weights.protocol import GroupTransfer, Probe, ProbeSequence
 
 Derive = Callable[[Architecture, Mapping[str, Tensor]], Derived]
 Score = Callable[[Derived, list[np.ndarray]], list[np.ndarray]]
@@ -39,7 +41,7 @@ _DTYPES: dict[DType, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
-    """Canonical tensors as published, and everything derived from them."""
+    """Everything derived from the canonical tensors, which are kept until that is proven."""
 
     policy_version: int
     canonical: dict[str, Tensor]
@@ -47,12 +49,21 @@ class LoadedVersion:
     checksum: str  # of the effective values
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A proven version that is not served yet, and what building it took."""
+
+    version: LoadedVersion
+    seconds: dict[str, float]
+    probe_delta: float | None
+
+
 def read_canonical(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
-    """The staged shards as tensors by release name; bytes were checked when they were staged."""
-    shards = [
-        torch.from_numpy(np.fromfile(folder / shard_file(shard.index), np.uint8))
-        for shard in manifest.shards
-    ]
+    """The staged shards as tensors by release name; bytes were checked when they were staged.
+
+    The files are mapped, not read: only pages that somebody looks at are in memory.
+    """
+    shards = [_mapped(folder / shard_file(shard.index)) for shard in manifest.shards]
     tensors = {}
     for entry in manifest.tensors:
         raw = shards[entry.shard][entry.offset : entry.offset + entry.num_bytes]
@@ -61,6 +72,26 @@ def read_canonical(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
             raw = raw.clone()
         tensors[entry.name] = raw.view(dtype).view(entry.shape)
     return tensors
+
+
+def _mapped(path: Path) -> Tensor:
+    if path.stat().st_size == 0:
+        return torch.zeros(0, dtype=torch.uint8)
+    return torch.from_numpy(np.memmap(path, np.uint8, "c"))
+
+
+def receive_version(folder: Path, group: GroupTransfer) -> None:
+    """Shards from a process group into files of `folder`, each verified before it has its name."""
+    manifest = Manifest.model_validate_json((folder / INCOMING_FILE).read_bytes())
+
+    def write(shard: ShardEntry, data: Tensor) -> None:
+        raw = data.numpy()
+        check_bytes(shard, xxhash.xxh3_128_hexdigest(raw.data))
+        target = folder / shard_file(shard.index)
+        raw.tofile(target.with_suffix(".tmp"))
+        target.with_suffix(".tmp").rename(target)
+
+    receive_shards(group, manifest, write)
 
 
 def build_version(
@@ -89,6 +120,15 @@ def check_effective(arch: Architecture, version: LoadedVersion) -> None:
                 f"version {version.policy_version}: {name} is not what was published"
             )
     raise AssertionError("checksums differ and every value is equal")
+
+
+def check_replicas(version: LoadedVersion, expected: str | None) -> None:
+    """WeightsCorrupt unless the effective checksum is that of the servers before us."""
+    if expected is not None and version.checksum != expected:
+        raise WeightsCorrupt(
+            f"version {version.policy_version}: effective checksum {version.checksum}, other "
+            f"servers have {expected}"
+        )
 
 
 def run_probe(probe: Probe, score: Callable[[list[np.ndarray]], list[np.ndarray]]) -> float | None:

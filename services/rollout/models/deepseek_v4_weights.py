@@ -106,8 +106,11 @@ def derive(
     """Build every derived tensor of one version. Peak memory: the result and one layer's values."""
 
     def value(name: str) -> Tensor:
+        stored = canonical[name]
         tensor = dequantised(canonical, name).to(device)
-        return tensor if tensor.dtype == torch.int64 else tensor.to(dtype)
+        tensor = tensor if tensor.dtype == torch.int64 else tensor.to(dtype)
+        # What needed no conversion must not go on living in the staged files.
+        return tensor.clone() if tensor.data_ptr() == stored.data_ptr() else tensor
 
     return Derived(
         embed=value("embed.weight"),

@@ -14,9 +14,13 @@ from services.trainer.engine.actor import Actor, Progress
 from services.trainer.engine.sharing import exchange, own_tensors
 from services.trainer.export import export_version
 from services.trainer.megatron import parallel
+from shared.errors import TandemError
 from shared.job import Job
 from shared.messages import TrainingBatch
 from shared.parity.trace import Traced, TraceRequest
+from shared.weights.group import send_shards
+from shared.weights.manifest import MANIFEST_FILE, Manifest, ShardEntry, shard_file
+from shared.weights.protocol import GroupTransfer
 
 log = structlog.get_logger()
 
@@ -34,6 +38,7 @@ class Operations:
             "score": self._score,
             "trace": self._trace,
             "export": self._export,
+            "send": self._send,
             "save": self._save,
             "load": self._load,
         }
@@ -108,6 +113,28 @@ class Operations:
             "num_tensors": len(manifest.tensors),
             "seconds": time.perf_counter() - began_s,
         }
+
+    def _send(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{path, groups: [GroupTransfer by rank]} -> {error}: a version to servers, in a group.
+
+        Ranks that own no shard have no part in it. A server that hangs must not cost the ranks
+        their state: what went wrong is an answer.
+        """
+        folder, rank = Path(payload["path"]), torch.distributed.get_rank()
+        if rank >= len(payload["groups"]):
+            return {"error": ""}
+        group = GroupTransfer.model_validate(payload["groups"][rank])
+        manifest = Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
+
+        def read(shard: ShardEntry) -> torch.Tensor:
+            return torch.from_numpy(np.fromfile(folder / shard_file(shard.index), np.uint8))
+
+        try:
+            send_shards(group, manifest, read)
+        except TandemError as err:
+            log.warning("group_failed", error=str(err))
+            return {"error": str(err)}
+        return {"error": ""}
 
     def _save(self, payload: dict[str, Any]) -> dict[str, Any]:
         """{path} -> {step, policy_version}: one complete checkpoint directory."""

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from services.trainer.report.curves import Curve, Curves
 from services.trainer.report.evaluations import Evaluation
+from services.trainer.report.updates import Update, draw_shares, draw_timeline
 from shared.statistics import linear_fit, moving_average
 
 AVERAGE_STEPS = 10
@@ -27,7 +28,12 @@ Draw = Callable[[Axes], None]
 
 
 def draw_figures(
-    curves: Curves, evaluations: list[Evaluation], folder: Path, *, drift_bound: float
+    curves: Curves,
+    evaluations: list[Evaluation],
+    updates: list[Update],
+    folder: Path,
+    *,
+    drift_bound: float,
 ) -> dict[str, Path]:
     """Write one PNG per subject that has data; returns name -> file."""
     panels: dict[str, list[Draw]] = {}
@@ -41,6 +47,11 @@ def draw_figures(
         panels["lag"] = [lambda axes: _lag(axes, curves)]
     if evaluations:
         panels["pass_at_k"] = [lambda axes: _pass_at_k(axes, evaluations)]
+    if updates:
+        panels["updates"] = [
+            lambda axes: draw_timeline(axes, updates),
+            lambda axes: draw_shares(axes, updates),
+        ]
     return {name: _save(folder / f"{name}.png", draws) for name, draws in panels.items()}
 
 
@@ -63,8 +74,8 @@ def _panel(axes: Axes, draw: Draw) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#94a3b8")
     axes.tick_params(colors="#334155")
-    draw(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    draw(axes)
     _, labels = axes.get_legend_handles_labels()
     columns = max(1, 110 // (max(map(len, labels), default=0) + 8))
     axes.legend(

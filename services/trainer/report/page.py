@@ -39,7 +39,7 @@ def render_page(summary: Summary, figures: dict[str, Path]) -> str:
         ),
         _section("Staleness", sentences.lag(summary), _figure(figures, "lag")),
         _section("The books", sentences.groups(summary), _books(summary)),
-        _section("Weight updates", _updates(summary)),
+        _section("Weight updates", _figure(figures, "updates"), _updates(summary)),
         _how(),
     ]
     return (
@@ -191,8 +191,10 @@ def _updates(summary: Summary) -> str:
         ("last version", last),
         ("updates committed by servers", updates.committed),
         ("updates failed", updates.failed),
+        ("seconds of an update, mean", number(updates.seconds_mean)),
         ("seconds that sampling paused, mean", number(updates.pause_s_mean)),
-        ("bytes per update, mean", number(updates.bytes_mean)),
+        ("bytes per version, mean", number(updates.bytes_mean)),
+        ("share of them that servers pulled, mean", number(updates.pulled_share_mean)),
         ("probe's mean |Δ log p|, worst", number(updates.probe_mean_abs_delta_worst)),
     ]
     return _table(("", ""), rows)

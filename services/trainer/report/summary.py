@@ -80,8 +80,10 @@ class Updates:
     last_version: int | None
     committed: int
     failed: int
+    seconds_mean: float
     pause_s_mean: float
     bytes_mean: float
+    pulled_share_mean: float
     probe_mean_abs_delta_worst: float
 
 
@@ -232,8 +234,12 @@ def _updates(run: RunEvents) -> Updates:
         last_version=max(versions, default=None),
         committed=len(committed),
         failed=len(run.named("update_failed")),
+        seconds_mean=_mean(_field(committed, "seconds")),
         pause_s_mean=_mean(_field(committed, "pause_s")),
         bytes_mean=_mean(_field(committed, "bytes")),
+        pulled_share_mean=_mean(
+            _field(committed, "pulled_bytes") / np.maximum(_field(committed, "bytes"), 1)
+        ),
         probe_mean_abs_delta_worst=_max(_field(committed, "probe_mean_abs_delta")),
     )
 

@@ -8,6 +8,7 @@ from services.trainer.report.evaluations import finished_evaluations
 from services.trainer.report.events import EVENTS_FILE, read_events
 from services.trainer.report.page import render_page
 from services.trainer.report.summary import summarise
+from services.trainer.report.updates import committed_updates
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
@@ -28,7 +29,11 @@ def write_report(run_dir: Path) -> Path:
     document = json.dumps(summary.document(), indent=2, allow_nan=False)
     _replace(run_dir / SUMMARY_FILE, document + "\n")
     figures = draw_figures(
-        curves, summary.evaluations, run_dir, drift_bound=summary.delta_logprob.bound
+        curves,
+        summary.evaluations,
+        committed_updates(run),
+        run_dir,
+        drift_bound=summary.delta_logprob.bound,
     )
     return _replace(run_dir / REPORT_FILE, render_page(summary, figures))
 

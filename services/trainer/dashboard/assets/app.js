@@ -114,6 +114,7 @@ function draw() {
     find("tiles").replaceChildren(...tables.tiles(shown.run, job.steps ?? shown.run.job?.steps));
     find("servers").replaceChildren(tables.servers(replicas, shown.run));
     find("groups").replaceChildren(tables.groups(shown.run));
+    find("updates").replaceChildren(tables.updates(shown.run));
     find("events").replaceChildren(tables.events(shown.run));
   }
   setTimeout(draw, DRAW_MS);

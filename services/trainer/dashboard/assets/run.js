@@ -8,6 +8,8 @@ const STEP_FIELDS = [
   "tokens_per_s", "step_seconds", "groups",
 ];
 const KEPT_EVENTS = 60;
+const KEPT_UPDATES = 16;
+export const UPDATE_PHASES = ["stage", "load", "restore", "probe", "pause", "resume"];
 const AVERAGE_STEPS = 10;
 const MANY_STEPS = 500; // from here on stacked phases are averaged, or they are noise on a screen
 
@@ -20,6 +22,7 @@ export class Run {
     this.dropped = {};
     this.events = [];
     this.updates = {}; // server -> its last committed update
+    this.lastUpdates = []; // of all servers, oldest first, failed ones too
     this.rowOfStep = new Map();
     this.steps = { step: [] };
     for (const name of STEP_FIELDS) this.steps[name] = [];
@@ -47,13 +50,19 @@ export class Run {
     if (event.name === "step") this.#step(fields);
     else if (event.name === "eval_finished") this.#evaluation(fields);
     else if (event.name === "group_dropped") this.dropped[fields.reason] = (this.dropped[fields.reason] ?? 0) + 1;
-    else if (event.name === "update_committed") this.updates[fields.server] = fields;
+    else if (event.name === "update_committed") { this.updates[fields.server] = fields; this.#update(event); }
+    else if (event.name === "update_failed") this.#update(event);
     else if (event.name === "job_started") { this.job = fields.job ?? null; this.ended = null; }
     else if (event.name === "job_finished") this.ended = fields;
     if (!BULK.has(event.name)) {
       this.events.push(event);
       if (this.events.length > KEPT_EVENTS) this.events.shift();
     }
+  }
+
+  #update(event) {
+    this.lastUpdates.push({ ...event.fields, at_s: event.at_s });
+    if (this.lastUpdates.length > KEPT_UPDATES) this.lastUpdates.shift();
   }
 
   // A step told again (a replay after a crash) replaces the first telling.

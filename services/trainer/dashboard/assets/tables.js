@@ -1,6 +1,7 @@
 // Tiles and tables. Text goes in as text: nothing from a job or an event becomes markup.
 
 import { formatted } from "./charts.js";
+import { UPDATE_PHASES } from "./run.js";
 
 const number = (value) => (value === null || value === undefined ? "–" : formatted(value));
 const words = (name) => name.replaceAll("_", " ");
@@ -62,6 +63,47 @@ export function servers(replicas, run) {
     ];
   });
   return table(["server", "state", "version", "last pause"], rows);
+}
+
+// One bar per update, newest first, to one scale: what a server did when, and how much came to it.
+export function updates(run) {
+  const shown = [...run.lastUpdates].reverse();
+  const longest = Math.max(...shown.map((update) => update.seconds ?? 0), 1e-6);
+  const rows = shown.map((update) => [
+    element("time", new Date(1000 * update.at_s).toLocaleTimeString()),
+    update.server,
+    update.policy_version,
+    update.error ? element("span", update.error, "state failed") : bar(update, longest),
+    update.seconds === undefined ? "–" : `${update.seconds.toFixed(2)} s`,
+    pulled(update),
+    number(update.probe_mean_abs_delta),
+  ]);
+  const made = element("div");
+  const legend = element("p", undefined, "phases soft");
+  for (const name of ["wait", ...UPDATE_PHASES]) legend.append(element("i", "", "phase " + name), name + " ");
+  if (rows.length) made.append(legend);
+  made.append(table(["at", "server", "version", "phases", "took", "pulled", "probe |Δ log p|"], rows));
+  return made;
+}
+
+function bar(update, longest) {
+  const made = element("div", undefined, "bar");
+  const known = UPDATE_PHASES.map((name) => [name, update[name + "_s"] ?? 0]);
+  const rest = (update.seconds ?? 0) - known.reduce((sum, [, seconds]) => sum + seconds, 0);
+  known.splice(1, 0, ["wait", Math.max(0, rest)]); // for the first server's commit, and for calls
+  for (const [name, seconds] of known) {
+    const part = element("i", "", "phase " + name);
+    part.style.width = `${(100 * seconds) / longest}%`;
+    part.title = `${name} ${(1000 * seconds).toFixed(1)} ms`;
+    made.append(part);
+  }
+  return made;
+}
+
+function pulled(update) {
+  if (update.pulled_bytes === undefined) return "–";
+  const share = update.bytes ? ` (${((100 * update.pulled_bytes) / update.bytes).toFixed(0)} %)` : "";
+  return `${(update.pulled_bytes / 1e6).toFixed(2)} MB${share}`;
 }
 
 export function groups(run) {

@@ -1,0 +1,86 @@
+"""Servers that need a version at the same time take it from the ranks through one process group.
+
+first server ──opens a round──> others join for a moment ──> ranks and servers meet, broadcast
+                                                              └─ any trouble: servers pull
+"""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import structlog
+
+from services.trainer.ranks import RanksLost
+from shared.process import free_port
+from shared.tasks import end
+from shared.weights.protocol import GroupTransfer
+
+log = structlog.get_logger()
+
+GATHER_S = 0.3  # how long a round waits for further servers
+Send = Callable[[int, Sequence[GroupTransfer]], Awaitable[str]]  # what went wrong
+
+
+@dataclass(slots=True)
+class _Round:
+    servers: list[str] = field(default_factory=list)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    port: int = 0
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class Rounds:
+    """`send(version, transfers of the owners)` has the ranks broadcast."""
+
+    def __init__(
+        self, send: Send, *, backend: Literal["gloo", "nccl"], host: str, deadline_s: float
+    ) -> None:
+        self._send = send
+        self._backend = backend
+        self._host = host
+        self._deadline_s = deadline_s
+        self._open: dict[int, _Round] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def join(self, version: int, server: str, *, num_owners: int) -> GroupTransfer:
+        """The server's part in the round that is open for `version`, or opens with it."""
+        is_first = version not in self._open
+        found = self._open.setdefault(version, _Round())
+        place = len(found.servers)
+        found.servers.append(server)
+        if is_first:
+            await asyncio.sleep(GATHER_S)
+            del self._open[version]
+            found.port = free_port()
+            owners = [self._transfer(found, rank, num_owners) for rank in range(num_owners)]
+            task = asyncio.create_task(self._run(version, owners), name=f"send {version}")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            found.closed.set()
+        await found.closed.wait()
+        return self._transfer(found, num_owners + place, num_owners)
+
+    async def close(self) -> None:
+        for task in list(self._running):
+            await end(task)
+
+    async def _run(self, version: int, owners: Sequence[GroupTransfer]) -> None:
+        try:
+            error = await self._send(version, owners)
+        except RanksLost as err:
+            error = str(err)
+        if error:
+            log.warning("group_failed", policy_version=version, error=error)
+
+    def _transfer(self, found: _Round, rank: int, num_owners: int) -> GroupTransfer:
+        return GroupTransfer(
+            name=found.name,
+            backend=self._backend,
+            host=self._host,
+            port=found.port,
+            rank=rank,
+            members=[*(f"rank {owner}" for owner in range(num_owners)), *found.servers],
+            deadline_s=self._deadline_s,
+        )
