@@ -7,12 +7,13 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from services.trainer import api, inspection, weight_routes
+from services.trainer import api, inspection, launch_routes, weight_routes
 from services.trainer.config import TrainerConfig
 from services.trainer.dashboard.routes import router as dashboard
 from services.trainer.jobs.runner import BeginRanks, JobRunner
 from services.trainer.jobs.store import JobStore
 from services.trainer.jobs.submission import Refused
+from services.trainer.launch import LaunchBoard
 from services.trainer.weight_routes import find_shard
 from shared.answers import answer_malformed
 from shared.http import HttpClient
@@ -36,6 +37,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
             host=config.host,
             port=config.shards_port,
         )
+        state.board = LaunchBoard()
         async with HttpClient() as http:
             state.runner = JobRunner(
                 state.redis,
@@ -43,6 +45,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
                 config=config,
                 http=http,
                 shards_url=config.url_at(state.shards.port),
+                board=state.board,
                 begin_ranks=begin_ranks,
             )
             yield
@@ -53,6 +56,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
     app = FastAPI(title="Tandem trainer", lifespan=lifespan)
     app.include_router(api.router)
     app.include_router(inspection.router)
+    app.include_router(launch_routes.router)
     app.include_router(weight_routes.router)
     app.include_router(dashboard)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))

@@ -10,12 +10,14 @@ written to `ranks.json` in the run folder.
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shared.job import Job
+from shared.job_actor import EnvironmentSection, WatchdogSection
 from shared.process import free_port
 from shared.section import site_value
 
@@ -27,15 +29,21 @@ WATCHDOG_DIR = "watchdog"
 WATCHDOG_VARIABLE = "TANDEM_WATCHDOG_DIR"
 TIMEOUT_VARIABLE = "TANDEM_COLLECTIVE_TIMEOUT_S"
 DETERMINISTIC_VARIABLE = "TANDEM_DETERMINISTIC"
+_VARIABLES = {
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHDYNAMO_DISABLE"),
+    *(WATCHDOG_VARIABLE, TIMEOUT_VARIABLE, DETERMINISTIC_VARIABLE),
+    *EnvironmentSection.model_fields,
+    *WatchdogSection().variables(""),
+}
 
 
 class Launch(BaseModel):
-    """One start of all ranks. Example: number 3, nodes 2, ranks_per_node 8, host '10.0.0.1'."""
+    """One start of all ranks. Example: nodes 2, ranks_per_node 8, host '10.0.0.1'."""
 
     model_config = ConfigDict(frozen=True)
 
     number: int
-    """Counts the starts of this conductor; another number means: end yours, start these."""
+    """Of this start, in order of time; another number means: end yours, start these."""
     nodes: int
     ranks_per_node: int
     host: str
@@ -46,6 +54,14 @@ class Launch(BaseModel):
     environment: dict[str, str]
     """`$SITE_…` values are each node's own."""
     program: list[str] = Field(default_factory=lambda: list(LEARNER))
+
+    @field_validator("environment")
+    @classmethod
+    def _is_ours(cls, given: dict[str, str]) -> dict[str, str]:
+        """A node takes this from the network: nothing else may be set by it."""
+        if strange := given.keys() - _VARIABLES:
+            raise ValueError(f"{', '.join(sorted(strange))}: no variable of a rank")
+        return given
 
     @property
     def num_ranks(self) -> int:
@@ -82,10 +98,10 @@ class Launch(BaseModel):
         log_dir = Path(self.run_dir) / "torchrun"  # else a folder in /tmp that nobody removes
         return [*argv, "--log-dir", str(log_dir), *self.program]
 
-    def variables(self) -> dict[str, str]:
+    def variables(self, node: int) -> dict[str, str]:
         """The whole environment of this node's ranks; ValueError for a site value not set here."""
         own = {name: site_value(value) for name, value in self.environment.items()}
-        return {**os.environ, **own, MARK: self.run_dir}
+        return {**os.environ, **own, MARK: mark_of(self.run_dir, node)}
 
     def record(self) -> None:
         """Keep what was started in the run folder."""
@@ -103,15 +119,19 @@ class LaunchBoard:
     def __init__(self, program: list[str] | None = None) -> None:
         self.current: Launch | None = None
         self._program = program
-        self._number = 0
 
     def post(self, job: Job, run_dir: Path) -> Launch:
-        self._number += 1
-        self.current = Launch.of(job, run_dir, number=self._number, program=self._program)
+        number = time.time_ns()
+        self.current = Launch.of(job, run_dir, number=number, program=self._program)
         return self.current
 
     def clear(self) -> None:
         self.current = None
+
+
+def mark_of(run_dir: str | Path, node: int) -> str:
+    """By which the processes of one node's ranks are found, and ended."""
+    return f"{run_dir}:{node}"
 
 
 def environment(job: Job, run_dir: Path) -> dict[str, str]:

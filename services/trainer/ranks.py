@@ -20,7 +20,14 @@ from typing import Any, Protocol, Self, cast
 import structlog
 from pydantic import Field
 
-from services.trainer.launch import ADDRESS_VARIABLE, MARK, WATCHDOG_DIR, Launch, LaunchBoard
+from services.trainer.launch import (
+    ADDRESS_VARIABLE,
+    MARK,
+    WATCHDOG_DIR,
+    Launch,
+    LaunchBoard,
+    mark_of,
+)
 from services.trainer.watchdog.diagnosis import Diagnosis
 from services.trainer.watchdog.watch import Watch
 from shared.channel import AsyncChannel, listening
@@ -116,7 +123,7 @@ class Ranks:
         `run_dir` is absolute. Other nodes read from `board` what to start. Raises `RanksLost`,
         ValueError for a site value that is not set, or what the ranks say of the weights.
         """
-        mark = str(run_dir)
+        mark = mark_of(run_dir, 0)
         kill_marked(MARK, mark)  # what a killed conductor may have left
         board = board or LaunchBoard()
         async with AsyncExitStack() as stack:
@@ -134,8 +141,10 @@ class Ranks:
             ranks = cls(stack, process, run_dir / LOG_FILE, watch)
             ranks._deadlines = deadlines
             await ranks._connect(listener.accept(deadlines.start_s))
-            first = {"job_id": job_id, "job": job.model_dump(mode="json"), "run_dir": mark}
-            await ranks._ask("init", first, deadlines.load_s)
+            first = {"job_id": job_id, "job": job.model_dump(mode="json"), "run_dir": str(run_dir)}
+            # Ranks of other nodes may still have to come.
+            patience_s = job.cluster.rendezvous.timeout_s if launch.nodes > 1 else 0.0
+            await ranks._ask("init", first, deadlines.load_s, patience_s=patience_s)
             ranks._resources = stack.pop_all()
         return ranks
 
@@ -209,11 +218,13 @@ class Ranks:
             await end(ending)
             await end(accepting)
 
-    async def _ask(self, op: str, payload: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    async def _ask(
+        self, op: str, payload: dict[str, Any], deadline_s: float, *, patience_s: float = 0.0
+    ) -> dict[str, Any]:
         """The answer, unless the ranks are lost or stand still before it comes."""
         assert self._channel is not None
         asking = asyncio.ensure_future(self._channel.request(op, payload, timeout_s=deadline_s))
-        watching = asyncio.create_task(self._watch.stalled())
+        watching = asyncio.create_task(self._watch.stalled(patience_s))
         try:
             await asyncio.wait({asking, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
@@ -240,7 +251,7 @@ async def _spawn(launch: Launch, address: str) -> asyncio.subprocess.Process:
     with (Path(launch.run_dir) / LOG_FILE).open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *launch.command(0),
-            env={**launch.variables(), ADDRESS_VARIABLE: address},
+            env={**launch.variables(0), ADDRESS_VARIABLE: address},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

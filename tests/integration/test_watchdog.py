@@ -7,118 +7,20 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
 
-from services.trainer.books import BOOKS_FILE, Books
-from services.trainer.entries import Draw
-from services.trainer.events import EventLog, event_maker
-from services.trainer.keeper import RankKeeper
-from services.trainer.launch import RECORD_FILE, LaunchBoard
-from services.trainer.ranks import RankDeadlines, Ranks
-from shared.job import Job
-from shared.messages import TrainingBatch, TrainingSample
+from services.trainer.launch import RECORD_FILE
+from tests.integration.ranks_world import NUM_RANKS, Run, make_job
 
 pytestmark = pytest.mark.timeout(180)
-NUM_RANKS = 4
 STALL_S = 4.0
-PROGRAM = ["-m", "tests.integration.rank_program"]
-
-
-def make_job() -> Job:
-    return Job.model_validate(
-        {
-            "name": "test",
-            "steps": 4,
-            "model": {"rollout_checkpoint": "/nowhere"},
-            "data": {"path": "/nowhere"},
-            "sampling": {"context_length": 64, "max_response_tokens": 24},
-            "cluster": {"gpus_per_node": NUM_RANKS},
-            "actor": {
-                "parallel": {"expert": NUM_RANKS},
-                "env": {"NCCL_DEBUG": "WARN"},
-                "watchdog": {"stall_s": STALL_S, "collective_timeout_s": 120.0},
-            },
-        }
-    )
-
-
-def batch(step: int) -> TrainingBatch:
-    sample = TrainingSample(
-        rollout_id=f"g{step}.0",
-        group_id=f"g{step}",
-        token_ids=np.arange(12),
-        num_prompt_tokens=6,
-        sampler_logprobs=np.full(6, -2.0),
-        advantage=1.0,
-        reward=1.0,
-        oldest_version=step - 1,
-    )
-    return TrainingBatch(
-        job_id="test-0000",
-        step=step,
-        policy_version=step - 1,
-        temperature=1.0,
-        samples=[sample],
-        group_ids=[f"g{step}"],
-    )
-
-
-class Run:
-    """A keeper on ranks without a model."""
-
-    def __init__(self, run_dir: Path) -> None:
-        run_dir.mkdir()
-        self.run_dir = run_dir
-        self.books = Books(run_dir / BOOKS_FILE)
-        self.record = EventLog(run_dir, self.books)
-        board = LaunchBoard(PROGRAM)
-        self.keeper = RankKeeper(
-            lambda: Ranks.start(
-                job_id="test-0000",
-                job=make_job(),
-                run_dir=run_dir,
-                deadlines=RankDeadlines(),
-                board=board,
-            ),
-            books=self.books,
-            run_dir=run_dir,
-            keep_checkpoints=1,
-            record=self.record,
-            events=event_maker("test-0000", "trainer-0"),
-        )
-
-    async def step(self, number: int) -> dict:
-        draw = self.books.next_draw()
-        self.books.record_draws([Draw(draw, f"d{draw}", 0)])
-        self.books.commit_batch(
-            number,
-            body=batch(number).pack(),
-            group_ids=[f"d{draw}"],
-            policy_version=number,
-            batch_facts={},
-        )
-        result = await self.keeper.train(number)
-        self.books.keep_result(number, result)
-        return result
-
-    def beacon(self, rank: int) -> dict:
-        return json.loads((self.run_dir / "watchdog" / f"rank{rank}.json").read_text())
-
-    def pid(self, rank: int) -> int:
-        return self.beacon(rank)["pid"]
-
-    async def close(self) -> None:
-        await self.keeper.close()
-        self.record.close()
-        self.books.close()
 
 
 @pytest_asyncio.fixture
 async def run(tmp_path: Path) -> AsyncIterator[Run]:
-    run = Run(tmp_path / "run")
+    run = Run(tmp_path / "run", make_job(stall_s=STALL_S))
     yield run
     await run.close()
 

@@ -64,7 +64,11 @@ class Operations:
         # Tiny softmax weights become denormals, on which a CPU is a hundred times slower.
         torch.set_flush_denormal(True)
         torch.manual_seed(job.seed)
-        parallel.initialise(seed=job.seed, layout=job.layout)
+        parallel.initialise(
+            seed=job.seed,
+            layout=job.layout,
+            timeout_s=job.actor.watchdog.collective_timeout_s,
+        )
         self._job_id = payload["job_id"]
         self._actor = Actor(job, progress=self._progress)
         return {**self._state(), "num_parameters": self._actor.num_parameters}

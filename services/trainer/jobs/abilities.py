@@ -18,7 +18,6 @@ class Lacking(NamedTuple):
 
 
 LACKING = (
-    Lacking("cluster.actor_nodes", lambda n: n == 1, "ranks start on the conductor's node only"),
     Lacking("actor.recompute.mode", lambda mode: mode == "none", "nothing is recomputed yet"),
     Lacking("actor.optimizer.offload.fraction", lambda part: part == 0, "nothing is offloaded yet"),
     *(

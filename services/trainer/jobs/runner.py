@@ -21,6 +21,7 @@ from services.trainer.conductor import Conductor, EndState, JobPaused
 from services.trainer.config import PROJECT_ROOT, TrainerConfig
 from services.trainer.jobs.store import JobStore, StoredJob, Wish
 from services.trainer.keeper import StartRanks
+from services.trainer.launch import LaunchBoard
 from services.trainer.prompts import PromptSource
 from services.trainer.ranks import Ranks
 from shared.errors import TandemError
@@ -45,6 +46,7 @@ class JobRunner:
         config: TrainerConfig,
         http: HttpClient,
         shards_url: str,
+        board: LaunchBoard | None = None,
         begin_ranks: BeginRanks | None = None,
     ) -> None:
         self.active: Conductor | None = None
@@ -53,6 +55,7 @@ class JobRunner:
         self._config = config
         self._http = http
         self._shards_url = shards_url
+        self._board = board or LaunchBoard()
         self._begin_ranks = begin_ranks or self._torchrun
         self._wake = asyncio.Event()
 
@@ -184,7 +187,11 @@ class JobRunner:
     def _torchrun(self, job: StoredJob, run_dir: Path) -> StartRanks:
         async def start() -> Ranks:
             return await Ranks.start(
-                job_id=job.job_id, job=job.job, run_dir=run_dir, deadlines=self._config.ranks
+                job_id=job.job_id,
+                job=job.job,
+                run_dir=run_dir,
+                deadlines=self._config.ranks,
+                board=self._board,
             )
 
         return start

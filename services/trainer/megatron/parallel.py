@@ -4,6 +4,7 @@ The environment (RANK, WORLD_SIZE, MASTER_ADDR, …) is torchrun's; a process wi
 one, which tools and tests use.
 """
 
+import math
 import os
 from datetime import timedelta
 
@@ -32,12 +33,14 @@ def join(*, timeout_s: float = 600.0) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def initialise(*, seed: int, layout: Layout | None = None) -> None:
+def initialise(*, seed: int, layout: Layout | None = None, timeout_s: float = 600.0) -> None:
     """Join, build Megatron's groups and seed its generators; again only seeds.
+
+    `timeout_s` is the longest wait of a collective, in whole minutes in Megatron's groups.
 
     ValueError if there are not as many ranks as `layout` has; None is a world of one.
     """
-    join()
+    join(timeout_s=timeout_s)
     layout = Layout() if layout is None else layout
     if layout.world != num_ranks():
         raise ValueError(f"{layout} has {layout.world} ranks, {num_ranks()} were started")
@@ -48,6 +51,7 @@ def initialise(*, seed: int, layout: Layout | None = None) -> None:
             context_parallel_size=layout.context,
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=layout.expert_tensor,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
         )
     model_parallel_cuda_manual_seed(seed)
 

@@ -39,6 +39,11 @@ class Diagnosis:
         if self.waiting is None:
             return f"{begin}; no collective is under way; {states or 'no rank answered'}"
         one = self.waiting
+        if not one.missing:
+            return (
+                f"{begin}: all ranks of group {one.group} are in {one.collective} number "
+                f"{one.sequence}, so the transport between them stands still"
+            )
         return (
             f"{begin}: {one.collective} number {one.sequence} of group {one.group} has ranks "
             f"{_listed(one.arrived)} and waits for {_listed(one.missing)}"
@@ -76,7 +81,7 @@ def diagnose(
 
 
 def _all_waiting(traces: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> list[Waiting]:
-    """Collectives that have not ended on some rank, and which others did not come to."""
+    """Collectives that have not ended on some rank, and who did not come to them."""
     found: dict[tuple[str, int, str], Waiting] = {}
     for trace in traces.values():
         for entry in trace["entries"]:
@@ -84,10 +89,8 @@ def _all_waiting(traces: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) 
             key = (group, _sequence(entry), name)
             members = set(_members(traces, group, ranks))
             here = {rank for rank in members if _came(traces.get(rank), key)}
-            if members - here:
-                shown = _described(traces, group)
-                missing = tuple(sorted(members - here))
-                found[key] = Waiting(name, shown, key[1], tuple(sorted(here)), missing)
+            shown, missing = _described(traces, group), tuple(sorted(members - here))
+            found[key] = Waiting(name, shown, key[1], tuple(sorted(here)), missing)
     return list(found.values())
 
 
@@ -104,11 +107,11 @@ def _came(trace: Mapping[str, Any] | None, key: tuple[str, int, str]) -> bool:
 
 
 def _root(found: Sequence[Waiting], traces: Mapping[int, Mapping[str, Any]]) -> Waiting | None:
-    """Fewest missing ranks that wait themselves, then most that wait."""
+    """Somebody is missing, fewest of them wait themselves, and most wait for them."""
 
-    def depth(one: Waiting) -> tuple[int, int]:
+    def depth(one: Waiting) -> tuple[bool, int, int]:
         waiting = [rank for rank in one.missing if traces.get(rank, {}).get("entries")]
-        return len(waiting), -len(one.arrived)
+        return not one.missing, len(waiting), -len(one.arrived)
 
     return min(found, key=depth, default=None)
 

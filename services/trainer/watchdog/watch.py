@@ -37,14 +37,16 @@ class Watch:
         for path in folder.glob("rank*"):
             path.unlink()  # of ranks before these
 
-    async def stalled(self) -> Diagnosis:
-        """Returns once no rank has made progress for `stall_s`, with what could be found out.
+    async def stalled(self, patience_s: float = 0.0) -> Diagnosis:
+        """Returns once no rank has made progress for `stall_s` (or `patience_s`, if that is more),
+        with what could be found out.
 
         By this process's clock: clocks of nodes need not agree.
         """
+        bound_s = max(self._stall_s, patience_s)
         seen: dict[int, int] = {}
         since_s = time.monotonic()
-        while (quiet_s := time.monotonic() - since_s) < self._stall_s:
+        while (quiet_s := time.monotonic() - since_s) < bound_s:
             numbers = {rank: int(one["number"]) for rank, one in self._beacons().items()}
             if numbers != seen:
                 seen, since_s = numbers, time.monotonic()

@@ -40,7 +40,7 @@ def test_the_published_run_starts_eight_ranks_on_each_of_two_nodes(
     assert "--nnodes 2 --nproc-per-node 8" in command
     assert "--node-rank 1 --master-addr 10.0.0.1 --master-port 29400" in command
     assert command.endswith("-m services.trainer.learner")
-    variables = launch.variables()
+    variables = launch.variables(1)
     assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "eth7"
     assert variables["NCCL_IB_HCA"] == "mlx5_0,mlx5_1"
     assert variables["TORCH_FR_BUFFER_SIZE"] == "200000"
@@ -70,6 +70,14 @@ def test_deterministic_jobs_restrict_the_libraries(tmp_path: Path) -> None:
 
 def test_the_board_numbers_starts(tmp_path: Path) -> None:
     board = LaunchBoard()
-    assert [board.post(make_job(), tmp_path).number for _ in range(2)] == [1, 2]
+    first, second = (board.post(make_job(), tmp_path) for _ in range(2))
+    assert first.number < second.number
     board.clear()
     assert board.current is None
+
+
+def test_a_node_sets_no_variable_that_is_not_a_ranks(tmp_path: Path) -> None:
+    launch = Launch.of(make_job(), tmp_path, number=1).model_dump()
+    launch["environment"]["LD_PRELOAD"] = "/tmp/x.so"
+    with pytest.raises(ValueError, match="LD_PRELOAD: no variable of a rank"):
+        Launch.model_validate(launch)

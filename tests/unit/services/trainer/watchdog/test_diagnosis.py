@@ -71,3 +71,9 @@ def test_ranks_that_compute_or_are_gone_are_told_apart() -> None:
 
 def test_without_any_answer_it_still_says_so() -> None:
     assert "never started" in diagnose({}, {}, {0: "never started"}, quiet_s=1).sentence()
+
+
+def test_a_collective_with_everybody_in_it_is_the_transports() -> None:
+    inside = trace(entry("pair", 3, "gloo:all_to_all"), pair=3)
+    found = diagnose({2: beacon(2), 3: beacon(3)}, {2: inside, 3: inside}, {}, quiet_s=60)
+    assert "the transport between them stands still" in found.sentence()

@@ -1,0 +1,115 @@
+"""One more node of the actor: starts and ends its ranks as the conductor's node says.
+
+    python -m services.trainer.node --conductor http://HEAD:8700 --node 1
+
+Ranks end when the conductor starts others, when it wants none, and when it has not been heard of
+for `--lost-s`: then nobody waits for them any more.
+"""
+
+import argparse
+import asyncio
+import os
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import structlog
+from pydantic import ValidationError
+
+from services.trainer.launch import LEARNER, MARK, Launch, mark_of
+from services.trainer.ranks import LOG_FILE
+from shared.errors import HttpFailed
+from shared.http import HttpClient
+from shared.process import die_with_parent, kill_marked, prepare_to_fork
+from shared.telemetry import configure_logging
+
+log = structlog.get_logger()
+POLL_S = 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="services.trainer.node", description=__doc__)
+    parser.add_argument("--conductor", required=True, metavar="URL")
+    parser.add_argument("--node", required=True, type=int, help="1 and up; the conductor's is 0")
+    parser.add_argument("--lost-s", type=float, default=60.0)
+    given = parser.parse_args()
+    configure_logging("trainer", replica=f"node{given.node}")
+    asyncio.run(Node(given.conductor, number=given.node, lost_s=given.lost_s).run())
+
+
+class Node:
+    """`program` replaces the learner in tests; the conductor's word on it is not taken."""
+
+    def __init__(
+        self, conductor: str, *, number: int, lost_s: float, program: tuple[str, ...] = LEARNER
+    ) -> None:
+        self._url = f"{conductor.rstrip('/')}/v1/launch"
+        self._number, self._lost_s, self._program = number, lost_s, list(program)
+        self._running: Launch | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> None:
+        """Follow the conductor until cancelled."""
+        heard_s = time.monotonic()
+        async with HttpClient(timeout_s=5) as client:
+            try:
+                while True:
+                    try:
+                        wanted = await self._wanted(client)
+                        heard_s = time.monotonic()
+                        await self._follow(wanted)
+                    except HttpFailed as err:
+                        if time.monotonic() - heard_s > self._lost_s and self._running:
+                            log.warning("conductor_lost", after_s=self._lost_s, error=str(err))
+                            await self._end()
+                    await asyncio.sleep(POLL_S)
+            finally:
+                await self._end()
+
+    async def _wanted(self, client: HttpClient) -> Launch | None:
+        document = await client.get(self._url)
+        try:
+            launch = Launch.model_validate(document) if document else None
+        except ValidationError as err:
+            log.warning("launch_refused", error=str(err))
+            return None
+        is_here = launch is not None and self._number < launch.nodes
+        return launch.model_copy(update={"program": self._program}) if launch and is_here else None
+
+    async def _follow(self, wanted: Launch | None) -> None:
+        """Ranks that ended by themselves stay so: the conductor says what comes next."""
+        running = self._running.number if self._running else None
+        if running == (wanted.number if wanted else None):
+            return
+        await self._end()
+        if wanted is not None:
+            await self._start(wanted)
+
+    async def _start(self, launch: Launch) -> None:
+        prepare_to_fork()
+        kill_marked(MARK, mark_of(launch.run_dir, self._number))  # of a node killed before
+        with (Path(launch.run_dir) / f"node{self._number}.{LOG_FILE}").open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *launch.command(self._number),
+                env=launch.variables(self._number),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        self._running = launch
+        log.info("ranks_started", pid=self._process.pid, ranks=launch.ranks_per_node)
+
+    async def _end(self) -> None:
+        if self._running is None or self._process is None:
+            return
+        kill_marked(MARK, mark_of(self._running.run_dir, self._number))
+        await self._process.wait()
+        log.info("ranks_ended", code=self._process.returncode)
+        self._running = self._process = None
+
+
+if __name__ == "__main__":
+    main()
