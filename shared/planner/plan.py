@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from shared.job import Job
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.models.deepseek_v4.layout import shared_out
 from shared.planner.memory import Stage
 from shared.planner.setup import Machine, Setup
 from shared.planner.traffic import Collective, collectives
@@ -71,16 +72,9 @@ def _misfits(arch: Architecture, setup: Setup) -> list[str]:
         layout.stage_sizes(arch.num_hidden_layers)
     except ValueError as err:
         found.append(str(err))
-    for field, size, what in (
-        ("tensor", layout.tensor, "num_attention_heads"),
-        ("tensor", layout.tensor, "o_groups"),
-        ("tensor", layout.tensor, "vocab_size"),
-        ("tensor", layout.tensor, "moe_intermediate_size"),
-        ("expert", layout.expert, "n_routed_experts"),
-        ("expert_tensor", layout.expert_tensor, "moe_intermediate_size"),
-    ):
-        if getattr(arch, what) % size:
-            found.append(f"{field} {size} does not divide {what} {getattr(arch, what)}")
+    for field, size, what, number in shared_out(layout, arch):
+        if number % size:
+            found.append(f"{field} {size} does not divide {what} {number}")
     if setup.row_tokens > setup.max_tokens:
         found.append(
             f"a sample of {setup.sample_tokens} tokens exceeds the budget of {setup.max_tokens} "

@@ -29,7 +29,7 @@ def check_layout(job: Job, architecture: Architecture) -> None:
     """ValueError, naming field, value and bound, for a layout that this model cannot have."""
     layout = job.layout
     layout.stage_layers(architecture.num_hidden_layers)
-    for field, size, what, number in _shared_out(layout, architecture):
+    for field, size, what, number in shared_out(layout, architecture):
         if number % size:
             raise ValueError(f"actor.parallel.{field} {size} does not divide {what} {number}")
     _check_mtp(job, architecture)
@@ -38,7 +38,8 @@ def check_layout(job: Job, architecture: Architecture) -> None:
         _check_blocks(layout, architecture)
 
 
-def _shared_out(layout: Layout, arch: Architecture) -> Iterator[tuple[str, int, str, int]]:
+def shared_out(layout: Layout, arch: Architecture) -> Iterator[tuple[str, int, str, int]]:
+    """Field, its size, what it must divide, and how many of that there are."""
     yield "tensor", layout.tensor, "num_attention_heads", arch.num_attention_heads
     yield "tensor", layout.tensor, "o_groups", arch.o_groups
     yield "tensor", layout.tensor, "vocab_size", arch.vocab_size
