@@ -303,6 +303,15 @@ class Job(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _sampler_records(self) -> Self:
+        if self.actor.replay.on and self.rollout.engine != "embedded":
+            raise ValueError(
+                f"actor.replay needs rollout.engine 'embedded': {self.rollout.engine!r} does not "
+                f"tell what it chose"
+            )
+        return self
+
     @property
     def layout(self) -> Layout:
         """The actor's ranks."""

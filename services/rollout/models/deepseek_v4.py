@@ -103,7 +103,6 @@ class Sampler:
     ) -> Tensor:
         """Streams in, streams out: attention, then experts, each between a mix and a merge."""
         eps = self.arch.rms_norm_eps
-        choices = Choices() if choices is None else choices
         y_ND, post_SN, comb = _mix(h_NSD, block.attn_mix, self.arch)
         self._note_mix(layer, "hc_attn", y_ND, post_SN, comb)
         x_ND = _rms(y_ND, block.attn_norm, eps)
@@ -130,7 +129,7 @@ class Sampler:
         block: Block,
         cache: LayerCache,
         step: Step,
-        choices: Choices,
+        choices: Choices | None,
         x_ND: Tensor,
     ) -> Tensor:
         arch, route = self.arch, step.routes[self.arch.compress_ratios[layer]]
@@ -240,7 +239,7 @@ class Sampler:
         index_keys: Tensor,
         step: Step,
         route: Route,
-        choices: Choices,
+        choices: Choices | None,
     ) -> Tensor:
         """The bias [R, C, T] in which only each query's best entries stay visible."""
         arch, num, plan = self.arch, route.num_entries, route.compression
@@ -259,7 +258,8 @@ class Sampler:
         # A pick that is not visible (fewer entries than picks) stays invisible.
         chosen = torch.full_like(scores_RCE, -torch.inf).scatter_(2, best, 0.0)
         chosen.add_(plan.entry_bias)
-        choices.entries.append(_flat(chosen == 0, step))
+        if choices is not None:
+            choices.entries.append(_flat(chosen == 0, step))
         first = route.num_keys - num
         return torch.cat(
             (route.bias[..., :first], chosen, route.bias[..., route.num_keys :]), dim=-1
@@ -268,13 +268,14 @@ class Sampler:
     # ---------------------------------------------------------------- experts
 
     def _experts(
-        self, layer: int, block: Block, token_ids: Tensor, choices: Choices, x_ND: Tensor
+        self, layer: int, block: Block, token_ids: Tensor, choices: Choices | None, x_ND: Tensor
     ) -> Tensor:
         """Routed experts and, as one more that every token visits, the shared expert."""
         arch = self.arch
         weights_Nk, experts_Nk = self._route(block, token_ids, x_ND)
         self._note_router(layer, weights_Nk, experts_Nk)
-        choices.experts.append(experts_Nk)
+        if choices is not None:
+            choices.experts.append(experts_Nk)
         plan = _Dispatch.of(experts_Nk, arch.n_routed_experts)
         num, routed = x_ND.shape[0], plan.num_rows
         x_ND = self._linear_input(x_ND)

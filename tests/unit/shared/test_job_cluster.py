@@ -41,6 +41,10 @@ def make_job(**sections: Any) -> Job:
         ({"actor": {"recompute": {"num_blocks": 2}}}, "needs mode selective or full"),
         ({"actor": {"kernels": {"mhc_pre": "triton"}}}, "no known mix"),
         ({"actor": {"max_tokens_per_gpu": 8}}, "leaves no room for a prompt"),
+        (
+            {"rollout": {"engine": "sglang"}, "actor": {"replay": {"routing": True}}},
+            "actor.replay needs rollout.engine 'embedded': 'sglang' does not tell",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_reason(
