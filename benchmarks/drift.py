@@ -17,7 +17,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before megatron is imported
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from services.rollout.models.deepseek_v4 import Sampler
@@ -204,7 +204,7 @@ def main() -> None:
     lines = given.data.read_text().splitlines()[: given.prompts]
     rows = list(measure(given.checkpoint, [json.loads(line)["problem"] for line in lines]))
     parallel.leave()
-    table = Table("|Δ log p|", "mean", "p50", "p99", "max", box=None)
+    table = Table(Column("|Δ log p|", no_wrap=True), "mean", "p50", "p99", "max", box=None)
     for row in rows:
         table.add_row(row.what, *(f"{x:.1e}" for x in (row.mean, row.p50, row.p99, row.max)))
     Console().print(table)
