@@ -245,16 +245,17 @@ def _delta(width: int, count: int, share: float) -> Case:
 
 
 def _dense(width: int) -> Case:
-    """More than a quarter of a chunk's words: too many for its slots."""
+    """As many words of a chunk as it has slots, then one more."""
 
     def check(device: str) -> None:
         base = torch.zeros(1 << 16, dtype=torch.uint8)
         new = base.clone()
-        new.view(torch.int32)[5000:6024] = -1  # 1,024 words
+        full = 3 * changes.CHUNK_WORDS
+        new.view(torch.int32)[full + 7 : full + 7 + changes.SLOTS] = -1
         kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[width]
         one, two = base.view(kind).to(device), new.view(kind).to(device)
         assert changes.find_changes(one, two) is not None
-        two.view(torch.uint8)[0 : 4 * 5000] = 255
+        two.view(torch.int32)[full] = -1
         assert changes.find_changes(one, two) is None
 
     return check

@@ -36,7 +36,7 @@ def encode_tensor_delta(
         if kernels.supports(base) and kernels.supports(new):
             found = kernels.find_changes(base, new)
         if found is not None:
-            at, old, now = _array(found.at), _array(found.old), _array(found.new)
+            at, old, now = found.at.cpu().numpy(), _array(found.old), _array(found.new)
             changes = in_runs(at, old, now, base.numel())
             width = base.element_size()
             return encode_changes(
@@ -56,9 +56,9 @@ def in_runs(at: Array, old: Array, new: Array, num_items: int) -> Iterator[Chang
 
 
 def _array(tensor: Tensor) -> Array:
-    """As numbers without a sign, except positions."""
+    """As numbers without a sign."""
     found: Array = tensor.cpu().numpy()
-    return found if tensor.dtype == torch.int64 else found.view(f"<u{found.itemsize}")
+    return found.view(f"<u{found.itemsize}")
 
 
 def _bytes(tensor: Tensor) -> Array:

@@ -1,10 +1,18 @@
 """An actor with the release's head dimensions on one GPU: speed, peak memory, share of the peak.
 
-`measure(folder, document)` takes parts of a job document, so that every memory setting is one more
-variant. Weights are random and gentle; text is random, since speed does not depend on either.
+`python -m tests.gpu.actor_run FOLDER [--document JSON]` measures in a process of its own, so that
+the peak is its own; the document is merged into the job, so every memory setting is a variant.
+Weights are random and gentle; text is random, since speed does not depend on either.
 """
 
-import gc
+import os
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before megatron is imported
+
+import argparse
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +26,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.engine.actor import Actor
+from services.trainer.megatron import parallel
 from shared.job import Job, load_job_file
 from shared.messages import TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.architecture import Architecture
@@ -39,10 +48,10 @@ SINGLE = replace(
 """Real hidden size, heads and number of experts; narrow experts, so that one GPU trains it."""
 
 PROMPT = 128
-STEPS = 4  # measured; one more warms up
+STEPS = 3  # measured; one more warms up
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Load:
     """Of one step."""
 
@@ -59,12 +68,23 @@ def write_random_release(folder: Path, arch: Architecture) -> None:
     write_release(folder, arch, _RandomWeights(arch), shard_bytes=2**30)
 
 
+def measure_apart(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    command = [sys.executable, "-m", "tests.gpu.actor_run", str(folder)]
+    child = subprocess.run(
+        [*command, "--document", json.dumps(document)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return found
+
+
 def measure(folder: Path, document: Mapping[str, Any], *, load: Load) -> dict[str, Any]:
     """Seconds and bytes of training steps on the release in `folder`; `document` is merged into a
     BF16 job, section by section."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     actor = Actor(_job(folder, document, load))
     held = torch.cuda.memory_allocated()
     began_s = time.perf_counter()
@@ -193,3 +213,20 @@ class _RandomWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._shapes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--document", type=json.loads, default={})
+    parser.add_argument("--sequences", type=int, default=Load.sequences)
+    parser.add_argument("--length", type=int, default=Load.length)
+    given = parser.parse_args()
+    parallel.initialise(seed=1)
+    found = measure(given.folder, given.document, load=Load(given.sequences, given.length))
+    parallel.leave()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,11 @@
 """Speed and memory of the actor in BF16. Bounds are loose: the figures are what counts."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.trainer.megatron import parallel
-from tests.gpu.actor_run import SINGLE, Load, matrix_peak, measure, write_random_release
+from tests.gpu.actor_run import SINGLE, matrix_peak, measure_apart, write_random_release
 
 Figures = dict[str, Any]
 
@@ -18,18 +16,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    parallel.initialise(seed=1)
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("release") / "model"
     write_random_release(folder, SINGLE)
-    yield folder
-    parallel.leave()
+    return folder
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_actor_trains_in_bf16(name: str, release: Path, figures: Figures) -> None:
-    found = measure(release, VARIANTS[name], load=Load())
+    found = measure_apart(release, VARIANTS[name])
     kept = figures.setdefault("actor", {})
     kept["matrix_product_tflops_per_s"] = round(matrix_peak() / 1e12, 1)
     kept[name] = found

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shared.quant.kernels.launch import device_of
 
-CHUNK_BYTES = 1 << 14
-CHUNK_WORDS = CHUNK_BYTES // 4
+ROWS = 16  # of 128 words, each one warp's
+CHUNK_WORDS = 128 * ROWS
 SLOTS = CHUNK_WORDS // 4  # words of a chunk that may differ
 
 _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -25,7 +25,7 @@ _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Changes:
     """All changed elements in order, on the tensors' device."""
 
-    at: Tensor  # int64
+    at: Tensor  # int32, or int64 where they do not fit
     old: Tensor  # raw elements: uint8, int16 or int32
     new: Tensor
 
@@ -48,37 +48,32 @@ def find_changes(base: Tensor, new: Tensor) -> Changes | None:
     device = base.device
     places = torch.empty(chunks * SLOTS, dtype=torch.int16, device=device)
     pairs = torch.empty(2, chunks * SLOTS, dtype=torch.int32, device=device)
-    counts = torch.empty(2, chunks, dtype=torch.int32, device=device)  # words, elements
+    counts = torch.empty(chunks, dtype=torch.int32, device=device)
+    if not chunks:
+        return _room(0, base)
     with device_of(base):
-        if chunks:
-            _gather[(chunks,)](
-                _words(base),
-                _words(new),
-                places,
-                *pairs,
-                *counts,
-                words,
-                WIDTH=width,
-                CHUNK=CHUNK_WORDS,
-                SLOTS=SLOTS,
-                num_warps=8,
-            )
-        ends = counts[1].cumsum(0, dtype=torch.int64)
-        if not chunks:
-            return _nothing(width, device)
-        most, total = torch.stack((counts[0].max().long(), ends[-1])).tolist()
+        _gather[(chunks,)](
+            _words(base),
+            _words(new),
+            places,
+            *pairs,
+            counts,
+            words,
+            WIDTH=width,
+            ROWS=ROWS,
+            SLOTS=SLOTS,
+            num_warps=4,
+        )
+        ends = (counts >> 16).cumsum(0, dtype=torch.int64)
+        most, total = torch.stack(((counts & 0xFFFF).amax().long(), ends[-1])).tolist()
         if most > SLOTS:
             return None
-        found = Changes(
-            torch.empty(total, dtype=torch.int64, device=device),
-            torch.empty(total, dtype=_ELEMENTS[width], device=device),
-            torch.empty(total, dtype=_ELEMENTS[width], device=device),
-        )
+        found = _room(total, base)
         if total:
             _spread[(chunks,)](
                 places,
                 *pairs,
-                *counts,
+                counts,
                 ends,
                 found.at,
                 found.old,
@@ -86,8 +81,8 @@ def find_changes(base: Tensor, new: Tensor) -> Changes | None:
                 WIDTH=width,
                 CHUNK=CHUNK_WORDS,
                 SLOTS=SLOTS,
-                BLOCK=256,
-                num_warps=4,
+                BLOCK=64,
+                num_warps=1,
             )
     return found
 
@@ -96,9 +91,11 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(torch.uint8).view(torch.int32)
 
 
-def _nothing(width: int, device: torch.device) -> Changes:
-    values = torch.empty(0, dtype=_ELEMENTS[width], device=device)
-    return Changes(torch.empty(0, dtype=torch.int64, device=device), values, values)
+def _room(total: int, like: Tensor) -> Changes:
+    """For so many changes."""
+    values = torch.empty(2, total, dtype=_ELEMENTS[like.element_size()], device=like.device)
+    positions = torch.int32 if like.numel() < 2**31 else torch.int64
+    return Changes(torch.empty(total, dtype=positions, device=like.device), *values)
 
 
 @triton.jit
@@ -108,27 +105,32 @@ def _gather(
     places,
     olds,
     news,
-    num_words,
-    num_elements,
+    counts,
     words,
     WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     chunk = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, CHUNK)
-    inside = chunk * CHUNK + place < words
-    was = tl.load(base + chunk * CHUNK + place, mask=inside, other=0)
-    now = tl.load(new + chunk * CHUNK + place, mask=inside, other=0)
+    place = tl.arange(0, ROWS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    start = chunk * ROWS * 128
+    inside = place < words - start
+    was = tl.load(base + start + place, mask=inside, other=0)
+    now = tl.load(new + start + place, mask=inside, other=0)
     differs = (was != now).to(tl.int32)
-    rank = tl.cumsum(differs, 0) - 1
-    slot = chunk * SLOTS + rank
+    # Words and elements are counted at once, in the halves of one number. A row is ranked within
+    # its warp; only the sums of rows are added up across warps.
+    sums = tl.sum(differs | (_differing(was ^ now, WIDTH) << 16), 1)
+    before = (tl.cumsum(sums, 0) - sums) & 0xFFFF
+    # These hints are not true, and harmless, since the mask keeps stores apart: they only make the
+    # compiler store from where it loaded to; else all goes through shared memory first.
+    rank = before[:, None] + tl.cumsum(differs, 1) - 1
+    rank = tl.max_contiguous(tl.multiple_of(rank, (1, 4)), (1, 4))
     kept = (was != now) & (rank < SLOTS)
-    tl.store(places + slot, place.to(tl.int16), mask=kept)
-    tl.store(olds + slot, was, mask=kept)
-    tl.store(news + slot, now, mask=kept)
-    tl.store(num_words + chunk, tl.sum(differs, 0))
-    tl.store(num_elements + chunk, tl.sum(_differing(was ^ now, WIDTH), 0))
+    tl.store(places + chunk * SLOTS + rank, place.to(tl.int16), mask=kept)
+    tl.store(olds + chunk * SLOTS + rank, was, mask=kept)
+    tl.store(news + chunk * SLOTS + rank, now, mask=kept)
+    tl.store(counts + chunk, tl.sum(sums, 0))
 
 
 @triton.jit
@@ -151,8 +153,7 @@ def _spread(
     places,
     olds,
     news,
-    num_words,
-    num_elements,
+    counts,
     ends,
     at,
     old,
@@ -164,25 +165,26 @@ def _spread(
 ):
     PER_WORD: tl.constexpr = 4 // WIDTH
     chunk = tl.program_id(0).to(tl.int64)
-    count = tl.load(num_words + chunk)
-    begin = tl.load(ends + chunk) - tl.load(num_elements + chunk)
+    both = tl.load(counts + chunk)
+    count = both & 0xFFFF
+    begin = tl.load(ends + chunk) - (both >> 16)
     part = tl.arange(0, PER_WORD)[None, :]
     start = 0
     while start < count:
         number = start + tl.arange(0, BLOCK)
         inside = number < count
-        slot = chunk * SLOTS + number
-        place = tl.load(places + slot, mask=inside, other=0).to(tl.int64)
-        was = _elements(tl.load(olds + slot, mask=inside, other=0)[:, None], part, WIDTH)
-        now = _elements(tl.load(news + slot, mask=inside, other=0)[:, None], part, WIDTH)
-        position = (chunk * CHUNK + place)[:, None] * PER_WORD + part
+        place = tl.load(places + chunk * SLOTS + number, mask=inside, other=0).to(tl.int32)
+        was = tl.load(olds + chunk * SLOTS + number, mask=inside, other=0)
+        now = tl.load(news + chunk * SLOTS + number, mask=inside, other=0)
+        was, now = _elements(was[:, None], part, WIDTH), _elements(now[:, None], part, WIDTH)
+        position = chunk * CHUNK * PER_WORD + (place[:, None] * PER_WORD + part)
         differs = (was != now).to(tl.int32)
-        before = tl.cumsum(tl.sum(differs, 1), 0) - tl.sum(differs, 1)
-        rank = begin + before[:, None] + tl.cumsum(differs, 1) - 1
-        tl.store(at + rank, position, mask=was != now)
-        tl.store(old + rank, was.to(old.dtype.element_ty), mask=was != now)
-        tl.store(new + rank, now.to(new.dtype.element_ty), mask=was != now)
-        begin += tl.sum(tl.sum(differs, 1), 0)
+        sums = tl.sum(differs, 1)
+        rank = (tl.cumsum(sums, 0) - sums)[:, None] + tl.cumsum(differs, 1) - 1
+        tl.store(at + begin + rank, position.to(at.dtype.element_ty), mask=was != now)
+        tl.store(old + begin + rank, was.to(old.dtype.element_ty), mask=was != now)
+        tl.store(new + begin + rank, now.to(new.dtype.element_ty), mask=was != now)
+        begin += tl.sum(sums, 0)
         start += BLOCK
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shared.quant.kernels.launch import device_of, new_flag
 
 GROUP = 32
-GROUPS = 128  # of one program
+GROUPS = 256  # of one program
 PAIRS = 4096
 
 
@@ -26,12 +26,12 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor] | None:
         with device_of(weight):
             _quantise[(triton.cdiv(count, GROUPS),)](
                 weight.contiguous(),
-                packed.view(torch.uint8),
+                packed.view(torch.int32),
                 scale.view(torch.uint8),
                 flag,
                 count,
                 GROUPS=GROUPS,
-                num_warps=4,
+                num_warps=2,
             )
     return None if flag.item() else (packed, scale)
 
@@ -83,19 +83,24 @@ def unpack(packed: Tensor) -> Tensor:
 
 @triton.jit
 def _quantise(weight, packed, scale, flag, count, GROUPS: tl.constexpr):
+    """`packed` is written by words of eight codes, four to a group."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     inside = group < count
-    source = weight + group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    values = tl.load(source, mask=inside[:, None], other=0.0).to(tl.float32)
-    peak = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    column = tl.arange(0, 32)[None, :]
+    raw = tl.load(weight + group[:, None] * 32 + column, mask=inside[:, None], other=0.0)
+    bits = raw.to(tl.float32).to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    peak = tl.max(magnitude, 1)
     # ⌈log2(peak / 6)⌉: 6 = 1.5 · 2^2, and zeros count as 6 · 2^-126.
     exponent = tl.maximum((peak >> 23) - 129 + ((peak & 0x7FFFFF) > 0x400000).to(tl.int32), -126)
-    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-    low, high = tl.split(tl.reshape(_e2m1(values * inverse[:, None]), (GROUPS, 16, 2)))
-    target = packed + group[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(target, (low | (high << 4)).to(tl.uint8), mask=inside[:, None])
+    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    index = _e2m1_index(magnitude.to(tl.float32, bitcast=True), inverse)
+    codes = ((index & 7) | ((bits >> 28) & 8)) << (column % 8 * 4)
+    words = tl.sum(tl.reshape(codes, (GROUPS, 4, 8)), 2)
+    target = packed + group[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(target, words, mask=inside[:, None])
     tl.store(scale + group, (exponent + 127).to(tl.uint8), mask=inside)
-    tl.store(flag, 1, mask=tl.max(peak, 0) >= 0x7F800000)
+    tl.store(flag + tl.zeros_like(peak), 1, mask=peak >= 0x7F800000)
 
 
 @triton.jit
@@ -114,7 +119,7 @@ def _dequantise(packed, scale, values, flag, count, WIDE_SCALE: tl.constexpr, GR
     result = _value(code) * bits.to(tl.float32, bitcast=True)[:, None]
     target = values + group[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(target, result, mask=inside[:, None])
-    tl.store(flag, 1, mask=tl.max(bad.to(tl.int32), 0) == 1)
+    tl.store(flag + tl.zeros_like(bits), 1, mask=bad)
 
 
 @triton.jit
@@ -138,15 +143,17 @@ def _unpack(packed, codes, count, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(values):
-    """int32 codes of values within ±6, rounded to nearest, ties to the even code."""
-    bits = values.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # From 1 on a code is exponent and first bit of the mantissa. Below, adding 2^22, whose last bit
-    # is worth a half, rounds to halves.
-    normal = ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - (126 << 1)
-    halves = (tl.abs(values) + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
-    return tl.where(magnitude < 0x3F800000, halves, normal) | ((bits >> 28) & 8)
+def _e2m1_index(magnitude, inverse):
+    """Codes without a sign, in the low bits, of magnitude · inverse <= 6; ties to the even code.
+
+    The grid has steps of 1/2 to 2, of 1 to 4 and of 2 to 6; beyond its own stretch each rounded
+    line lies above the others. Added to 2^23, whose last bit is worth 1, a line is rounded to its
+    integers, which stand in the low bits.
+    """
+    halves = magnitude * (2 * inverse) + 8388608.0
+    ones = magnitude * inverse + 8388610.0
+    twos = magnitude * (0.5 * inverse) + 8388612.0
+    return tl.minimum(tl.minimum(halves, ones), twos).to(tl.int32, bitcast=True)
 
 
 @triton.jit
