@@ -324,3 +324,55 @@ def test_equal_rewards_change_nothing_but_decay(release: Path) -> None:
     equal = [s.model_copy(update={"advantage": 0.0}) for s in batch().samples]
     metrics = actor.train_step(batch().model_copy(update={"samples": equal}))
     assert metrics["loss"] == metrics["grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("recompute", [{"mode": "selective"}, {"mode": "full"}])
+def test_recomputed_activations_change_memory_and_nothing_else(
+    release: Path, recompute: dict[str, Any]
+) -> None:
+    """The kept bytes fall with every block that recomputes; weights are equal to the bit."""
+    settings = [{"mode": "none"}, recompute | {"num_blocks": 2}, recompute]
+    actors = [
+        Actor(job(release, budget=2048, actor={"recompute": setting})) for setting in settings
+    ]
+    kept = [kept_bytes(actor) for actor in actors]
+    assert kept[0] > 1.3 * kept[1]
+    assert kept[1] > 1.3 * kept[2]
+    held_after = [held(actor) for actor in actors]
+    for other in held_after[1:]:
+        assert all(torch.equal(other[name], value) for name, value in held_after[0].items())
+
+
+def kept_bytes(actor: Actor) -> int:
+    """Of activations in one step, storages counted once."""
+    kept: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in actor.model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        actor.train_step(batch())
+    return sum(kept.values())
+
+
+def test_small_bf16_updates_add_up_in_fp32_masters(release: Path) -> None:
+    """Steps far below a BF16 weight's resolution are not lost, and gradients are summed in FP32."""
+    slow = {"dtype": "bfloat16", "optimizer": {"learning_rate": 2e-5, "clip_grad": 1.0}}
+    actor = Actor(job(release, actor=slow))
+    buffers = [*actor.wrapped.buffers, *actor.wrapped.expert_parallel_buffers]
+    assert {buffer.grad_dtype for buffer in buffers} == {torch.float32}
+    first = held(actor)["head.weight"]
+    assert first.dtype == torch.bfloat16
+    steps = 8
+    moved = []
+    for step in range(1, steps + 1):
+        actor.train_step(batch(1).model_copy(update={"step": step}))
+        moved.append((held(actor)["head.weight"] != first).float().mean().item())
+    large = first.abs() > 0.02  # half a unit in the last place is 4e-5 or more
+    after = held(actor)["head.weight"]
+    assert moved[0] < 0.5 * moved[-1]
+    assert (after[large] != first[large]).float().mean() > 0.3

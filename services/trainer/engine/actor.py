@@ -82,6 +82,7 @@ class Actor:
             freeze_router=job.actor.freeze_router,
             train_mtp=job.actor.mtp_loss_weight > 0,
         )
+        self.model.recompute(job.actor.recompute.mode, job.actor.recompute.num_blocks)
         self._load_first_weights()
         self._reference = ReferencePolicy(self.model) if job.algorithm.kl.coefficient else None
         # The optimiser copies its FP32 masters from the weights, so those come first.
@@ -162,7 +163,14 @@ class Actor:
         return np.split(values, ends[:-1]) if scored else []
 
     def trace(self, request: TraceRequest) -> list[dict[str, StateArray]]:
-        """Inner states of given sequences, computed as the request asks."""
+        """Inner states of given sequences, computed as the request asks.
+
+        ValueError where this rank sees only a part of them.
+        """
+        if max(self.layout.tensor, self.layout.pipeline, self.layout.context) > 1:
+            raise ValueError(
+                f"layers are walked on ranks that hold all of them, not on {self.layout}"
+            )
         self._progress("trace", self.step)
         with self.rounded_as(request.rounding) as quant:
             return traced_states(self.model, request, quant)

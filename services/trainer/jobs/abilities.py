@@ -18,7 +18,6 @@ class Lacking(NamedTuple):
 
 
 LACKING = (
-    Lacking("actor.recompute.mode", lambda mode: mode == "none", "nothing is recomputed yet"),
     Lacking("actor.optimizer.offload.fraction", lambda part: part == 0, "nothing is offloaded yet"),
     *(
         Lacking(f"actor.kernels.{part}", lambda kind: kind == "torch", "only torch is built")

@@ -1,10 +1,14 @@
 """One layer of the actor: hyper-connected attention, then hyper-connected experts."""
 
 # B rows, S tokens per row, T = B·S, N streams, D model width
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from services.trainer.models.deepseek_v4.attention import HybridAttention
 from services.trainer.models.deepseek_v4.experts import MixtureOfExperts
@@ -14,6 +18,8 @@ from services.trainer.models.deepseek_v4.rope import layer_rotations
 from services.trainer.models.deepseek_v4.trace import Routes, Trace
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.quant.activation import UNQUANTISED, ActivationQuant
+
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +32,14 @@ class BlockInput:
 
 
 class Block(nn.Module):
+    """`recompute`: which activations are computed again in the backward pass, not kept."""
+
     def __init__(
         self, config: TransformerConfig, architecture: Architecture, *, layer: int
     ) -> None:
         super().__init__()
         self.architecture, self.layer = architecture, layer
+        self.recompute: Recompute = "none"
         self.hc_attn = HyperConnection(config, architecture)
         self.attn_norm = RMSNorm(config, architecture.hidden_size)
         self.attn = HybridAttention(config, architecture, layer=layer)
@@ -40,17 +49,26 @@ class Block(nn.Module):
 
     def forward(self, h_TND: Tensor, given: BlockInput, trace: Trace) -> Tensor:
         """Streams in, streams out, `[T, N, D]`; rows of the token ids are sequences."""
+        if self.recompute == "full":
+            return again(self._layer, h_TND, given, trace)
+        return self._layer(h_TND, given, trace)
+
+    def _layer(self, h_TND: Tensor, given: BlockInput, trace: Trace) -> Tensor:
+        attn: Callable[..., Tensor] = self.attn
+        ffn: Callable[..., Tensor] = self.ffn
+        if self.recompute == "selective":
+            attn, ffn = partial(again, attn), partial(again, ffn)
         ids_BS = given.token_ids
         turns = layer_rotations(self.architecture, self.layer, ids_BS)
 
         y_TD, post, comb = self._mix(self.hc_attn, "hc_attn", h_TND, trace)
         x_BSD = trace("attn.norm", self.attn_norm(y_TD).view(*ids_BS.shape, -1))
-        y_TD = trace.flat("attn", self.attn(x_BSD, turns, given.routes, trace, given.quant))
+        y_TD = trace.flat("attn", attn(x_BSD, turns, given.routes, trace, given.quant))
         h_TND = trace.flat("hc_attn.merge", self.hc_attn.merge(y_TD, h_TND, post, comb))
 
         y_TD, post, comb = self._mix(self.hc_ffn, "hc_ffn", h_TND, trace)
         x_TD = trace.flat("ffn.norm", self.ffn_norm(y_TD))
-        y_TD = self.ffn(x_TD, ids_BS.flatten(), given.routes, trace, given.quant)
+        y_TD = ffn(x_TD, ids_BS.flatten(), given.routes, trace, given.quant)
         y_TD = trace.flat("ffn", y_TD)
         return trace.flat("hc_ffn.merge", self.hc_ffn.merge(y_TD, h_TND, post, comb))
 
@@ -62,3 +80,10 @@ class Block(nn.Module):
         trace.flat(f"{name}.post", post_NT.t())
         trace.flat(f"{name}.comb", comb_NNT.permute(2, 0, 1))
         return y_TD, post_NT, comb_NNT
+
+
+def again(part: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """`part(*inputs)`, of which only the inputs are kept. Nothing in a layer is random, and every
+    rank computes again in the same order, collectives included."""
+    result: Tensor = checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return result

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from services.trainer.megatron import cpu
-from services.trainer.models.deepseek_v4.block import Block, BlockInput
+from services.trainer.models.deepseek_v4.block import Block, BlockInput, Recompute
 from services.trainer.models.deepseek_v4.head import OutputHead, TokenScores
 from services.trainer.models.deepseek_v4.hyper_connections import HeadMix
 from services.trainer.models.deepseek_v4.layers import RMSNorm, freeze
@@ -70,6 +70,12 @@ class DeepSeekV4(MegatronModule):
         for block in routed:
             block.ffn.gate.weight.requires_grad_(not freeze_router)
         self.to(cpu.device())
+
+    def recompute(self, mode: Recompute, num_blocks: int | None) -> None:
+        """Of the first `num_blocks` blocks of this stage, or of all."""
+        for block in list(self.layers.values())[:num_blocks]:
+            assert isinstance(block, Block)
+            block.recompute = mode
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """The streams that the previous pipeline stage sent, `[T, N · D]` in any shape."""
