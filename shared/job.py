@@ -229,6 +229,10 @@ class EvalSection(SuiteSection):
 class CheckpointSection(Section):
     every_steps: int = Field(10, gt=0)
     keep_last: int = Field(2, gt=0)
+    keep_every: int | None = Field(None, gt=0)
+    """Checkpoints of steps that are multiples of this are kept for good."""
+    background: bool = True
+    """Copy the state to host memory and train on while it is written."""
 
 
 class BoundsSection(Section):

@@ -74,7 +74,11 @@ def assemble(
     told = {"record": own["record"], "events": own["events"]}
     store = VersionStore(run_dir)
     keeper = RankKeeper(
-        start_ranks, run_dir=run_dir, keep_checkpoints=job.checkpoint.keep_last, **own
+        start_ranks,
+        run_dir=run_dir,
+        keep_checkpoints=job.checkpoint.keep_last,
+        keep_every=job.checkpoint.keep_every,
+        **own,
     )
     evals = Evaluations(redis, job_id=job_id, job=job, **own)
     publisher = Publisher(

@@ -2,6 +2,9 @@
 
 One directory appears whole: written beside its place, then renamed, with `complete.json` inside.
 Contents are hashed when written and verified when read; anything wrong is `WeightsCorrupt`.
+
+    start ──> copies in host memory ──thread──> files of this rank
+    finish ──> all ranks have written ──> index ──thread of rank 0──> hashes, rename
 """
 
 import json
@@ -9,23 +12,32 @@ import os
 import queue
 import re
 import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import structlog
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from services.trainer.megatron.optimizer import separate_steps
 from shared.errors import WeightsCorrupt
 
+log = structlog.get_logger()
 COMPLETE_FILE = "complete.json"
+BUILDING = ".building"
 _MEGATRON_FILE = "metadata.json"
 _INTEGRITY_FILE = "integrity.json"
 # The only optimiser layout that another parallel layout can read.
@@ -41,30 +53,131 @@ def is_checkpoint(path: Path) -> bool:
     return (path / _MEGATRON_FILE).exists()
 
 
+class Writer:
+    """Saves one checkpoint at a time while its rank goes on training. Every rank has one and calls
+    the same methods in the same order: they are collective."""
+
+    def __init__(self) -> None:
+        self._pending: _Pending | None = None
+
+    def start(
+        self,
+        path: Path,
+        *,
+        model: nn.Module,
+        optimizer: MegatronOptimizer,
+        progress: dict[str, int],
+    ) -> None:
+        """Copy everything that a resumed run needs and begin to write it; `progress` holds step and
+        policy_version. An older directory at `path` is replaced once the new one is complete."""
+        self.finish(wait=True)
+        building = path.with_name(f".{path.name}{BUILDING}")
+        if dist.get_rank() == 0:
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir(parents=True)
+        dist.barrier()
+        state = _sharded_state(model, optimizer, loading=False)
+        state["progress"] = progress
+        state["generator"] = torch.get_rng_state()
+        # Megatron would start a process just to hold this queue between a writer and itself.
+        filesystem_async._results_queue = queue.Queue()
+        request = dist_checkpointing.save(
+            state,
+            str(building),
+            content_metadata=dict(_METADATA),
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
+        self._pending = _Pending(path, building, progress, request, _write(request))
+
+    def finish(self, *, wait: bool) -> bool:
+        """Whether nothing is left to write: takes the next step once all ranks are ready for it.
+
+        A checkpoint that could not be written is given up with an error in the log.
+        """
+        if self._pending is None:
+            return True
+        while self._pending is not None:
+            pending = self._pending
+            if not wait and not _everywhere(not pending.thread.is_alive()):
+                return False
+            pending.thread.join()
+            self._pending = None
+            if pending.request is not None:
+                self._pending = _index(pending)
+        dist.barrier()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    path: Path
+    building: Path
+    progress: dict[str, int]
+    request: Any  # None once there is an index
+    thread: threading.Thread
+
+
+def _index(pending: _Pending) -> _Pending | None:
+    """Collective: which tensor lies where in the files of all ranks."""
+    try:
+        for finalize in pending.request.finalize_fns:
+            finalize()
+    except CheckpointException as err:
+        log.exception("checkpoint_not_written", path=str(pending.path), error=str(err))
+        return None
+    work = partial(_place, pending) if dist.get_rank() == 0 else _nothing
+    return replace(pending, request=None, thread=_thread(work))
+
+
+def _place(pending: _Pending) -> None:
+    """Hashes of all files, and the directory has its name."""
+    try:
+        save_integrity_manifest(str(pending.building))
+        _appear(pending.building, pending.path, pending.progress)
+    except OSError as err:
+        log.exception("checkpoint_not_written", path=str(pending.path), error=str(err))
+
+
+def _thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+    thread.start()
+    return thread
+
+
+def _nothing() -> None:
+    return None
+
+
+def _write(request: Any) -> threading.Thread:
+    """Writes copies of this rank's tensors, since the originals change meanwhile."""
+    if request.async_fn is None:
+        return _thread(_nothing)
+    rank, buckets, *rest = request.async_fn_args
+    copies = [
+        (file, key, (blobs, [(item, _copy(tensor)) for item, tensor in tensors]))
+        for file, key, (blobs, tensors) in buckets
+    ]
+    return _thread(partial(request.async_fn, rank, copies, *rest, **request.async_fn_kwargs))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _everywhere(done: bool) -> bool:
+    answer = torch.tensor([done], dtype=torch.int32, device=torch.cuda.current_device())
+    dist.all_reduce(answer, dist.ReduceOp.MIN)
+    return bool(answer.item())
+
+
 def save(
     path: Path, *, model: nn.Module, optimizer: MegatronOptimizer, progress: dict[str, int]
 ) -> None:
-    """Write everything that a resumed run needs; `progress` holds step and policy_version.
-
-    Every rank calls it. An older directory at `path` is replaced once the new one is complete.
-    """
-    building = path.with_name(f".{path.name}.building")
-    if dist.get_rank() == 0:
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-    dist.barrier()
-    state = _sharded_state(model, optimizer, loading=False)
-    state["progress"] = progress
-    state["generator"] = torch.get_rng_state()
-    # Megatron would start a process just to hold this queue between a writer and itself.
-    filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(
-        state, str(building), content_metadata=dict(_METADATA), verify_integrity=True
-    )
-    dist.barrier()
-    if dist.get_rank() == 0:
-        _appear(building, path, progress)
-    dist.barrier()
+    """Write a checkpoint and wait for it. Every rank calls it."""
+    writer = Writer()
+    writer.start(path, model=model, optimizer=optimizer, progress=progress)
+    writer.finish(wait=True)
 
 
 def load(path: Path, *, model: nn.Module, optimizer: MegatronOptimizer) -> dict[str, int]:

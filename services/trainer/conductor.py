@@ -249,7 +249,8 @@ class Conductor:
     async def _save_if_due(self) -> None:
         p = self.parts
         if p.progress.step % p.job.checkpoint.every_steps == 0 or not p.progress.steps_left:
-            await p.keeper.save(p.progress.step)
+            wait = not (p.job.checkpoint.background and p.progress.steps_left)
+            await p.keeper.save(p.progress.step, wait=wait)
 
     def _tell_step(self, step: int, watch: Stopwatch | None) -> None:
         """`watch` is None for a step that another process took: nobody knows how long it took."""

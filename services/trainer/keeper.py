@@ -44,6 +44,7 @@ class RankKeeper:
         books: Books,
         run_dir: Path,
         keep_checkpoints: int,
+        keep_every: int | None = None,
         record: EventLog,
         events: EventMaker,
     ) -> None:
@@ -51,6 +52,8 @@ class RankKeeper:
         self._books = books
         self._checkpoints = run_dir / "checkpoints"
         self._keep_checkpoints = keep_checkpoints
+        self._keep_every = keep_every
+        self._unfinished: tuple[int, float] | None = None  # step being saved, since when
         self._record = record
         self._events = events
         self._ranks: RankSet | None = None
@@ -110,15 +113,12 @@ class RankKeeper:
             version = check()
             return await self._insist(lambda ranks: ranks.trace(request, version))
 
-    async def save(self, step: int) -> None:
-        """Write a checkpoint; then older ones, and batches before the oldest kept, may go."""
-        began_s = time.monotonic()
-        path = self._checkpoints / f"step{step:08d}"
+    async def save(self, step: int, *, wait: bool = True) -> None:
+        """Write a checkpoint, in the background unless `wait`. Once it is there, older ones, and
+        batches before the oldest kept, may go."""
+        self._unfinished = (step, time.monotonic())
         async with self._turn:
-            await self._insist(lambda ranks: ranks.save(step, path))
-        seconds = time.monotonic() - began_s
-        self._record.note(self._events("checkpoint_saved", step=step, seconds=seconds))
-        await asyncio.to_thread(self._forget_older)
+            await self._insist(lambda ranks: ranks.save(step, self._path(step), wait=wait))
 
     async def save_if_newer(self, step: int) -> None:
         """Save unless ranks are down or a checkpoint has that step."""
@@ -130,6 +130,7 @@ class RankKeeper:
         """End the ranks for good; whoever still waits for them is told `RanksLost`."""
         self._is_closed = True
         await self._drop_ranks()
+        await self._note_saved()
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """Step and directory, oldest first; half-written ones are none."""
@@ -145,7 +146,7 @@ class RankKeeper:
                 if self._ranks is None:
                     await self._start_and_replay()
                 assert self._ranks is not None
-                return await ask(self._ranks)
+                answer = await ask(self._ranks)
             except RanksLost as err:
                 await self._drop_ranks()
                 self._restarts += 1
@@ -156,6 +157,24 @@ class RankKeeper:
                 if self._restarts > MAX_RESTARTS_IN_A_ROW or self._is_closed:
                     raise
                 self._record.note(self._events("rank_restarted", error=str(err)))
+            else:
+                await self._note_saved()
+                return answer
+
+    async def _note_saved(self) -> None:
+        """Ranks put a checkpoint in place when all of them have written it."""
+        if (
+            self._unfinished is None
+            or not (self._path(self._unfinished[0]) / COMPLETE_FILE).exists()
+        ):
+            return
+        (step, began_s), self._unfinished = self._unfinished, None
+        seconds = time.monotonic() - began_s
+        self._record.note(self._events("checkpoint_saved", step=step, seconds=seconds))
+        await asyncio.to_thread(self._forget_older)
+
+    def _path(self, step: int) -> Path:
+        return self._checkpoints / f"step{step:08d}"
 
     async def _drop_ranks(self) -> None:
         ranks, self._ranks = self._ranks, None
@@ -164,6 +183,9 @@ class RankKeeper:
 
     async def _start_and_replay(self) -> None:
         """New ranks are ours only once they are in the right state."""
+        self._unfinished = None
+        for half in self._checkpoints.glob(".step*"):
+            await asyncio.to_thread(shutil.rmtree, half)
         for step, path in [*reversed(self.complete_checkpoints()), (0, None)]:
             missing = self._books.redo_steps(step)  # raises before anything is started
             ranks = await self._start_ranks()
@@ -201,7 +223,9 @@ class RankKeeper:
 
     def _forget_older(self) -> None:
         complete = self.complete_checkpoints()
-        for _, path in complete[: -self._keep_checkpoints]:
+        for step, path in complete[: -self._keep_checkpoints]:
+            if self._keep_every is not None and step % self._keep_every == 0:
+                continue
             (path / COMPLETE_FILE).unlink()  # first: half of it is no checkpoint
             shutil.rmtree(path)
         self._books.trim_redo(complete[-self._keep_checkpoints :][0][0])

@@ -107,7 +107,9 @@ def _serve_one(
     error: Exception | None = None
     result: dict[str, Any] = {}
     try:
-        if op != "stop":
+        if op == "stop":
+            operations.close()
+        else:
             result = operations.run(op, payload)
     except (Rejected, ValueError, WeightsCorrupt) as err:
         log.warning("operation_refused", op=op, error=str(err))

@@ -82,7 +82,7 @@ class RankSet(Protocol):
         self, policy_version: int, path: Path, base: Path | None = None
     ) -> dict[str, Any]: ...
     async def send(self, path: Path, groups: Sequence[GroupTransfer]) -> str: ...
-    async def save(self, step: int, path: Path) -> dict[str, Any]: ...
+    async def save(self, step: int, path: Path, *, wait: bool) -> dict[str, Any]: ...
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float
     ) -> list[list[float]]: ...
@@ -177,8 +177,10 @@ class Ranks:
         answer = await self._ask("send", what, self._deadlines.export_s)
         return str(answer["error"])
 
-    async def save(self, step: int, path: Path) -> dict[str, Any]:
-        return await self._ask("save", {"step": step, "path": str(path)}, self._deadlines.save_s)
+    async def save(self, step: int, path: Path, *, wait: bool) -> dict[str, Any]:
+        """Write a checkpoint; unless `wait`, it may appear during a later call."""
+        what = {"step": step, "path": str(path), "wait": wait}
+        return await self._ask("save", what, self._deadlines.save_s)
 
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float

@@ -142,7 +142,7 @@ class FakeRanks:
         (path / MANIFEST_FILE).write_text(manifest.model_dump_json())
         return {}
 
-    async def save(self, step: int, path: Path) -> dict[str, Any]:
+    async def save(self, step: int, path: Path, *, wait: bool) -> dict[str, Any]:
         self._fault(f"save:{step}")
         os.makedirs(path, exist_ok=True)  # noqa: PTH103
         saved = {"weights": self.weights.hex(), "step": self.step}

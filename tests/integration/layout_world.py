@@ -26,7 +26,7 @@ from services.trainer import checkpoint
 from services.trainer.engine.actor import Actor
 from services.trainer.engine.sharing import exchange, own_tensors
 from services.trainer.export import export_version
-from services.trainer.megatron import parallel
+from services.trainer.megatron import cpu, parallel
 from shared.job import Job
 from shared.messages import TrainingBatch, TrainingSample
 from shared.process import die_with_parent
@@ -166,8 +166,11 @@ def run_rank(rank: int, release: Path, out: Path, rounds: tuple[tuple[World, ...
                 continue
             size = len(world.ranks)
             store = dist.FileStore(str(out / f"store-{number}-{world.name}"), size)
+            backend = "gloo" if cpu.needed() else "nccl"
+            if not cpu.needed():
+                torch.cuda.set_device(rank)
             dist.init_process_group(
-                "gloo", store=store, rank=world.ranks.index(rank), world_size=size
+                backend, store=store, rank=world.ranks.index(rank), world_size=size
             )
             layout = job(release, world).layout
             parallel.initialise(seed=1, layout=layout)

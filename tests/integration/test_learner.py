@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from safetensors.torch import load_file, save_file
 
 from shared.channel import AsyncChannel, listening
 from shared.errors import ChannelClosed, Rejected, RemoteError
@@ -93,9 +95,12 @@ async def ranks(log: Path, num_ranks: int = 1) -> AsyncIterator[tuple[AsyncChann
 
 
 @asynccontextmanager
-async def initialised(release: Path, log: Path, **actor: Any) -> AsyncIterator[AsyncChannel]:
-    async with ranks(log) as (channel, _):
-        first = {"job_id": "test-0000", "job": job(release, **actor)}
+async def initialised(
+    release: Path, log: Path, *, num_ranks: int = 1, **actor: Any
+) -> AsyncIterator[AsyncChannel]:
+    async with ranks(log, num_ranks) as (channel, _):
+        document = {**job(release, **actor), "cluster": {"gpus_per_node": num_ranks}}
+        first = {"job_id": "test-0000", "job": document}
         answer = await channel.request("init", first, timeout_s=60)
         assert answer["step"] == answer["policy_version"] == 0
         yield channel
@@ -145,6 +150,11 @@ def read_version(path: Path, version: int, answer: dict[str, Any]) -> dict[str, 
     manifest = Manifest.model_validate_json((path / MANIFEST_FILE).read_bytes())
     assert (manifest.job_id, manifest.policy_version) == ("test-0000", version)
     assert answer["bytes"] == manifest.num_bytes
+    return read_tensors(path)
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    manifest = Manifest.model_validate_json((path / MANIFEST_FILE).read_bytes())
     shards = [(path / shard_file(shard.index)).read_bytes() for shard in manifest.shards]
     for shard, body in zip(manifest.shards, shards, strict=True):
         assert (len(body), xxhash.xxh3_128_hexdigest(body)) == (shard.num_bytes, shard.checksum)
@@ -181,7 +191,7 @@ async def test_the_life_of_a_rank(release: Path, tmp_path: Path) -> None:
         assert set(metrics["seconds"]) == {"logprobs", "forward_backward", "optimizer"}
         await train(channel, 2)
         saved = await channel.request("save", {"path": str(tmp_path / "step2")}, timeout_s=60)
-        assert saved == {"step": 2, "policy_version": 2}
+        assert saved == {"step": 2, "policy_version": 2, "complete": True}
         await train(channel, 3)
         undisturbed = await exported(channel, tmp_path / "v3", 3)
         assert not same(undisturbed, first)
@@ -293,6 +303,62 @@ async def test_several_updates_clip_against_the_start_of_the_step(
         assert metrics["seconds"]["logprobs"] > 0
         assert metrics["clip_share"] > 0.05
         assert metrics["response_tokens"] == sum(len(s.sampler_logprobs) for s in batch(1).samples)
+
+
+async def test_two_pipeline_ranks_answer_as_one_does(release: Path, tmp_path: Path) -> None:
+    """Scores, a step, export, save, refusals and load, asked of rank 0 alone."""
+    sequences = [[1, 2, 3, 4, 5, 6], [7, 8], [9], list(range(60))]
+
+    async def life(num_ranks: int, **actor: Any) -> tuple[dict[str, Any], list[list[float]]]:
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        async with initialised(release, folder / "log", num_ranks=num_ranks, **actor) as channel:
+            metrics = await train(channel, 1)
+            await exported(channel, folder / "v1", 1)
+            await channel.request("save", {"path": str(folder / "step1")}, timeout_s=60)
+            with pytest.raises(Rejected, match="token id 320 is outside the vocabulary of 320"):
+                await train(
+                    channel,
+                    2,
+                    token_ids=[5, 320],
+                    num_prompt_tokens=1,
+                    sampler_logprobs=[-1.0],
+                )
+            await train(channel, 2)
+            await channel.request("load", {"path": str(folder / "step1")}, timeout_s=60)
+            asked = {"sequences": sequences, "temperature": 0.9}
+            scores = await channel.request("score", asked, timeout_s=60)
+            assert scores["policy_version"] == 1
+        return metrics, scores["logprobs"]
+
+    one, expected = await life(1)
+    two, scores = await life(2, parallel={"pipeline": 2})
+    for name in ("loss", "grad_norm", "entropy", "delta_logprob_p99"):
+        assert two[name] == pytest.approx(one[name], rel=1e-5), name
+    for name in ("response_tokens", "micro_batches", "padded_tokens", "step", "policy_version"):
+        assert two[name] == one[name], name
+    for row, expected_row in zip(scores, expected, strict=True):
+        np.testing.assert_allclose(row, expected_row, atol=1e-5)
+    published = [read_tensors(tmp_path / str(ranks) / "v1") for ranks in (1, 2)]
+    assert_dequantises_to_the_same(*published)
+
+
+async def test_a_rank_that_fails_alone_fails_all_in_words(release: Path, tmp_path: Path) -> None:
+    """Weights that only the second stage holds cannot be rounded: they are not numbers."""
+    broken = tmp_path / "broken"
+    shutil.copytree(release, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["layers.3.attn.wq_a.weight"].view(torch.uint8)[5, 7] = 0x7F  # E4M3's NaN
+    save_file(tensors, broken / "model.safetensors")
+    async with ranks(tmp_path / "log", 2) as (channel, _):
+        document = job(broken, parallel={"pipeline": 2}, quantisation="weights")
+        document["cluster"] = {"gpus_per_node": 2}
+        await channel.request("init", {"job_id": "j", "job": document}, timeout_s=60)
+        for _ in range(2):  # refused, and asked again
+            with pytest.raises(ValueError, match=r"rank 1: layers.3.attn.wq_a.weight"):
+                await channel.request("score", {"sequences": [[1, 2, 3]]}, timeout_s=60)
+        with pytest.raises(ValueError, match="TP1/DP1 has 1 ranks, 2 were started"):
+            await channel.request("init", {"job_id": "j", "job": job(release)}, timeout_s=60)
 
 
 async def test_bf16_actor_trains_and_exports(release: Path, tmp_path: Path) -> None:

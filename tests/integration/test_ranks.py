@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -124,6 +125,28 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
     run = Run(tmp_path / "run")
     yield run
     await run.close()
+
+
+async def test_a_save_cut_short_by_kill_is_never_chosen(run: Run) -> None:
+    """One checkpoint is written while training goes on, the next one is not finished."""
+    await run.keeper.restore()
+    await run.step(1)
+    await run.keeper.save(1, wait=False)
+    await run.step(2)
+    deadline_s = time.monotonic() + 20
+    while not run.keeper.complete_checkpoints():
+        assert time.monotonic() < deadline_s, "the checkpoint of step 1 is not there after 20 s"
+        await run.keeper.score([[1, 2, 3, 4]], temperature=1.0)
+    before = await run.checksums(2)
+    await run.keeper.save(2, wait=False)
+    kill_ranks()
+    folder = run.keeper.complete_checkpoints()[0][1].parent
+    assert (folder / ".step00000002.building").exists()
+    assert await run.checksums(2) == before
+    assert [step for step, _ in run.keeper.complete_checkpoints()] == [1]
+    assert [path.name for path in folder.iterdir()] == ["step00000001"]
+    events = [body["name"] for _, body in run.books.journal(0)]
+    assert events == ["checkpoint_saved", "rank_restarted", "replayed"]
 
 
 async def test_killed_ranks_come_back_bit_equal(run: Run) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from services.trainer.megatron import cpu
 from shared.errors import WeightsCorrupt
 
 
@@ -17,7 +18,7 @@ def gather_bytes(mine: bytes) -> list[bytes]:
     """Every rank's bytes, in rank order: padded to the longest for the trip."""
     if dist.get_world_size() == 1:
         return [mine]
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = cpu.device()
     size = torch.tensor([len(mine)], device=device)
     sizes = torch.empty(dist.get_world_size(), dtype=size.dtype, device=device)
     dist.all_gather_into_tensor(sizes, size)

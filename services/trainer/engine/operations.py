@@ -31,6 +31,7 @@ class Operations:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._actor: Actor | None = None
+        self._checkpoints = checkpoint.Writer()
         self._job_id = ""
         self._handlers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "init": self._init,
@@ -47,6 +48,7 @@ class Operations:
         if op not in self._handlers:
             raise ValueError(f"unknown operation {op!r}; known: {', '.join(self._handlers)}")
         began_s = time.perf_counter()
+        self._checkpoints.finish(wait=op == "load")
         result = self._handlers[op](payload)
         log.debug("operation_done", op=op, seconds=round(time.perf_counter() - began_s, 4))
         return result
@@ -140,17 +142,25 @@ class Operations:
             return {"error": str(err)}
         return {"error": ""}
 
+    def close(self) -> None:
+        """What is being written is finished first."""
+        self._checkpoints.finish(wait=True)
+
     def _save(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """{path} -> {step, policy_version}: one complete checkpoint directory."""
+        """{path, wait} -> {step, policy_version, complete}: one complete checkpoint directory.
+
+        Unless `wait`, it is written in the background and appears during a later operation.
+        """
         actor = self.actor
         self._progress("save", actor.step)
-        checkpoint.save(
+        self._checkpoints.start(
             Path(payload["path"]),
             model=actor.model,
             optimizer=actor.optimizer,
             progress=self._state(),
         )
-        return self._state()
+        complete = self._checkpoints.finish(wait=payload.get("wait", True))
+        return {**self._state(), "complete": complete}
 
     def _load(self, payload: dict[str, Any]) -> dict[str, Any]:
         """{path} -> {step, policy_version} of the checkpoint."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from services.trainer.engine.replay import replayed
 from services.trainer.loss.objective import TokenBatch, policy_loss
+from services.trainer.megatron import cpu
 from services.trainer.models.deepseek_v4.head import TokenScores
 from services.trainer.packing import MicroBatch
 from shared.job_algorithm import AlgorithmSection
@@ -159,7 +160,7 @@ def _everywhere(loss: float, record: TokenRecord) -> tuple[float, TokenRecord]:
         return loss, record
     copies = get_tensor_model_parallel_rank() + get_context_parallel_rank()
     counts = is_pipeline_last_stage() and copies == 0
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = cpu.device()
     values = [getattr(record, name).double() for name in record.__slots__]
     flat = torch.cat([torch.tensor([loss], dtype=torch.float64), *values]) * counts
     flat = flat.to(device)

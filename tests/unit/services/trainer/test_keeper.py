@@ -43,7 +43,7 @@ class Ranks:
     async def export(self, policy_version: int, path: Path) -> dict[str, Any]:
         return {}
 
-    async def save(self, step: int, path: Path) -> dict[str, Any]:
+    async def save(self, step: int, path: Path, *, wait: bool) -> dict[str, Any]:
         os.makedirs(path)  # noqa: PTH103
         saved = {"step": step, "broken": step in self.world.broken}
         (path / "complete.json").write_text(json.dumps(saved))
@@ -57,7 +57,9 @@ class Ranks:
 
 
 class World:
-    def __init__(self, run_dir: Path, keep_checkpoints: int = 2) -> None:
+    def __init__(
+        self, run_dir: Path, keep_checkpoints: int = 2, keep_every: int | None = None
+    ) -> None:
         self.lose_at: list[bytes] = []
         self.refuse: set[bytes] = set()
         self.broken: set[int] = set()
@@ -70,6 +72,7 @@ class World:
             books=self.books,
             run_dir=run_dir,
             keep_checkpoints=keep_checkpoints,
+            keep_every=keep_every,
             record=self.record,
             events=event_maker("j", "t"),
         )
@@ -95,8 +98,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path):
-    world = World(tmp_path)
+def world(tmp_path: Path, request: pytest.FixtureRequest):
+    world = World(tmp_path, **getattr(request, "param", {}))
     yield world
     world.record.close()
     world.books.close()
@@ -192,3 +195,12 @@ async def test_closed_keeper_starts_nothing(world: World) -> None:
     with pytest.raises(RanksLost, match="the job is ending"):
         await world.keeper.score([[1, 2]], temperature=1.0)
     assert len(world.started) == 1
+
+
+@pytest.mark.parametrize("world", [{"keep_checkpoints": 1, "keep_every": 2}], indirect=True)
+async def test_every_so_manieth_checkpoint_is_kept_for_good(world: World) -> None:
+    await world.keeper.restore()
+    for step in range(1, 6):
+        await world.train(step)
+        await world.keeper.save(step)
+    assert [step for step, _ in world.keeper.complete_checkpoints()] == [2, 4, 5]
