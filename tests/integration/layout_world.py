@@ -76,6 +76,14 @@ def job(release: Path, world: World) -> Job:
             "model": {"rollout_checkpoint": str(release)},
             "data": {"path": "unused.jsonl"},
             "sampling": {"context_length": 64, "max_response_tokens": 24},
+            "algorithm": {  # a loss of whole samples, which no rank may see in parts
+                "policy_loss": "sequence_ratio",
+                "proximal": "sampler",
+                "correction": {"kind": "none"},
+                "clip_low": 0.9,
+                "clip_high": 9.0,
+                "entropy_bonus": 0.01,
+            },
             "bounds": {"max_mean_abs_delta_logprob": 10.0},
             "cluster": {"gpus_per_node": len(world.ranks)},
             "actor": {

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(180)
 POLICY = Path("assets/tiny-dsv4").resolve()
 
 
-def make_job(checkpoint: Path = POLICY) -> Job:
+def make_job(checkpoint: Path = POLICY, *, pipeline: int = 1) -> Job:
     return Job.model_validate(
         {
             "name": "test",
@@ -34,7 +34,9 @@ def make_job(checkpoint: Path = POLICY) -> Job:
             "data": {"path": "unused.jsonl"},
             "sampling": {"context_length": 64, "max_response_tokens": 24},
             "bounds": {"max_mean_abs_delta_logprob": 100.0},
+            "cluster": {"gpus_per_node": pipeline},
             "actor": {
+                "parallel": {"pipeline": pipeline},
                 "dtype": "float32",
                 "max_tokens_per_gpu": 512,
                 "optimizer": {"learning_rate": 1e-3},
@@ -71,14 +73,17 @@ def batch(step: int, *, broken: bool = False) -> TrainingBatch:
 class Run:
     """A keeper on real ranks, with the books that it restores from."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, pipeline: int = 1) -> None:
         run_dir.mkdir()
         self.books = Books(run_dir / BOOKS_FILE)
         self.record = EventLog(run_dir, self.books)
         self.store = VersionStore(run_dir)
         self.keeper = RankKeeper(
             lambda: Ranks.start(
-                job_id="test-0000", job=make_job(), run_dir=run_dir, deadlines=RankDeadlines()
+                job_id="test-0000",
+                job=make_job(pipeline=pipeline),
+                run_dir=run_dir,
+                deadlines=RankDeadlines(),
             ),
             books=self.books,
             run_dir=run_dir,
@@ -121,12 +126,13 @@ def kill_ranks() -> None:
 
 
 @pytest_asyncio.fixture
-async def run(tmp_path: Path) -> AsyncIterator[Run]:
-    run = Run(tmp_path / "run")
+async def run(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Run]:
+    run = Run(tmp_path / "run", **getattr(request, "param", {}))
     yield run
     await run.close()
 
 
+@pytest.mark.parametrize("run", [{"pipeline": 2}], indirect=True)
 async def test_a_save_cut_short_by_kill_is_never_chosen(run: Run) -> None:
     """One checkpoint is written while training goes on, the next one is not finished."""
     await run.keeper.restore()
