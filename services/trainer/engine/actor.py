@@ -238,7 +238,7 @@ class Actor:
         return _Packed(
             [context_part(micro, rank, layout.context) for micro in mine],
             sum(len(share) for share in shares),
-            sum(micro.token_ids.size for share in shares for micro in share),
+            sum(micro.num_tokens for share in shares for micro in share),
         )
 
     def _update(

@@ -48,21 +48,22 @@ def sample_routes(
 
 def replayed(micro: MicroBatch, arch: Architecture, device: torch.device) -> Routes | None:
     """The choices of a micro-batch's rows, for every layer that makes one."""
-    if micro.routes is None:
+    chosen = [(slab, slab.routes) for slab in micro.slabs if slab.routes is not None]
+    if not chosen:
         return None
-    rows, width = micro.token_ids.shape
-    columns = slice(0, width)
-    if micro.part is not None:
-        columns = slice(micro.part.first, micro.part.first + width)
-        width = micro.part.width
-    experts = [one.expert_ids for one in micro.routes if one.expert_ids is not None]
-    entries = [one.entry_bits for one in micro.routes if one.entry_bits is not None]
-    routes = Routes()
-    if experts:
-        routes.replay = _experts(experts, arch, (rows, width, columns), device)
-    if entries:
-        routes.entries = _entries(entries, arch, (rows, width, columns), device)
-    return routes
+    assert len(chosen) == len(micro.slabs), "either all slabs have routes, or none"
+    experts, entries = [], []
+    for slab, routes in chosen:
+        columns = slice(slab.first, slab.first + slab.token_ids.shape[1])
+        shape = (len(slab.token_ids), slab.width, columns)
+        ids = [one.expert_ids for one in routes if one.expert_ids is not None]
+        bits = [one.entry_bits for one in routes if one.entry_bits is not None]
+        experts.append(_experts(ids, arch, shape, device) if ids else {})
+        entries.append(_entries(bits, arch, shape, device) if bits else {})
+    replay = {layer: torch.cat([one[layer] for one in experts]) for layer in experts[0]}
+    if len(entries) == 1:
+        return Routes(replay, entries=entries[0])
+    return Routes(replay, slabs=tuple(entries))
 
 
 def _experts(

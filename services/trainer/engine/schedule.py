@@ -175,7 +175,7 @@ def _everywhere(loss: float, record: TokenRecord) -> tuple[float, TokenRecord]:
 def _forward(stage: Any, micro: MicroBatch, inputs: _Pass) -> Any:
     device = next(stage.parameters()).device
     return stage(
-        torch.from_numpy(micro.token_ids).to(device),
+        tuple(torch.from_numpy(slab.token_ids).to(device) for slab in micro.slabs),
         positions_N=torch.from_numpy(micro.positions).to(device),
         labels_N=torch.from_numpy(micro.labels).to(device),
         temperature=inputs.temperature,
@@ -196,9 +196,9 @@ def _loss(
 def _whole(micro: MicroBatch, scores: TokenScores) -> TokenScores:
     """Scores of all positions of rows that context-parallel ranks share: a loss may need whole
     samples. Each rank computes the same loss and sends back the gradient of its own scores."""
-    if micro.part is None:
+    if micro.scored is None:
         return scores
-    places = torch.from_numpy(micro.part.scored).to(scores.logprobs.device)
+    places = torch.from_numpy(micro.scored).to(scores.logprobs.device)
     own = torch.stack((scores.logprobs, scores.entropy))
     total = own.new_zeros(2, len(micro.places)).index_copy(1, places, own)
     total = reduce_from_tensor_model_parallel_region(total, group=get_context_parallel_group())

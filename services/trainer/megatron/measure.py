@@ -56,7 +56,7 @@ def _one_pass(wrapped: torch.nn.Module, sequences: list[ScoredSequence], setup: 
     """Forward and backward of any loss: what is kept does not depend on which."""
     ((micro,),) = pack(sequences, max_tokens=setup.max_tokens)
     scores = wrapped(
-        torch.from_numpy(micro.token_ids),
+        tuple(torch.from_numpy(slab.token_ids) for slab in micro.slabs),
         positions_N=torch.from_numpy(micro.positions),
         labels_N=torch.from_numpy(micro.labels),
     )

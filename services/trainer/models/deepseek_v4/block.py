@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,9 +27,18 @@ Recompute = Literal["none", "selective", "full"]
 class BlockInput:
     """What every layer needs besides the streams."""
 
-    token_ids: Tensor  # [B, S]
+    token_ids: Tensor | tuple[Tensor, ...]  # [B, S], or slabs of rows of different widths
     routes: Routes
     quant: ActivationQuant = UNQUANTISED
+
+    @property
+    def slabs(self) -> tuple[Tensor, ...]:
+        return (self.token_ids,) if isinstance(self.token_ids, Tensor) else self.token_ids
+
+    @property
+    def flat_ids(self) -> Tensor:
+        """`[T]`: slab after slab, row after row."""
+        return torch.cat([ids.flatten() for ids in self.slabs])
 
 
 class Block(nn.Module):
@@ -48,7 +58,7 @@ class Block(nn.Module):
         self.ffn = MixtureOfExperts(config, architecture, layer=layer)
 
     def forward(self, h_TND: Tensor, given: BlockInput, trace: Trace) -> Tensor:
-        """Streams in, streams out, `[T, N, D]`; rows of the token ids are sequences."""
+        """Streams in, streams out, `[T, N, D]`; each row of token ids is a sequence."""
         if self.recompute == "full":
             return again(self._layer, h_TND, given, trace)
         return self._layer(h_TND, given, trace)
@@ -58,19 +68,27 @@ class Block(nn.Module):
         ffn: Callable[..., Tensor] = self.ffn
         if self.recompute == "selective":
             attn, ffn = partial(again, attn), partial(again, ffn)
-        ids_BS = given.token_ids
-        turns = layer_rotations(self.architecture, self.layer, ids_BS)
-
         y_TD, post, comb = self._mix(self.hc_attn, "hc_attn", h_TND, trace)
-        x_BSD = trace("attn.norm", self.attn_norm(y_TD).view(*ids_BS.shape, -1))
-        y_TD = trace.flat("attn", attn(x_BSD, turns, given.routes, trace, given.quant))
+        y_TD = trace.flat("attn", self._attend(attn, self.attn_norm(y_TD), given, trace))
         h_TND = trace.flat("hc_attn.merge", self.hc_attn.merge(y_TD, h_TND, post, comb))
 
         y_TD, post, comb = self._mix(self.hc_ffn, "hc_ffn", h_TND, trace)
         x_TD = trace.flat("ffn.norm", self.ffn_norm(y_TD))
-        y_TD = ffn(x_TD, ids_BS.flatten(), given.routes, trace, given.quant)
+        y_TD = ffn(x_TD, given.flat_ids, given.routes, trace, given.quant)
         y_TD = trace.flat("ffn", y_TD)
         return trace.flat("hc_ffn.merge", self.hc_ffn.merge(y_TD, h_TND, post, comb))
+
+    def _attend(
+        self, attn: Callable[..., Tensor], x_TD: Tensor, given: BlockInput, trace: Trace
+    ) -> Tensor:
+        """Rows see only themselves, so slabs go through one after the other."""
+        parts = []
+        for number, x in enumerate(x_TD.split([ids.numel() for ids in given.slabs])):
+            ids_BS = given.slabs[number]
+            turns = layer_rotations(self.architecture, self.layer, ids_BS)
+            x_BSD = trace("attn.norm", x.view(*ids_BS.shape, -1))
+            parts.append(attn(x_BSD, turns, given.routes.of_slab(number), trace, given.quant))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _mix(
         self, connection: HyperConnection, name: str, h_TND: Tensor, trace: Trace

@@ -1,8 +1,8 @@
 """DeepSeek-V4 on Megatron-core primitives: the trainer's model, one pipeline stage of it.
 
-Input is a batch of right-padded rows, one sequence per row; tokens run flat, row after row, between
-layers. Attention is causal and compressor blocks restart with each row, so padding changes nothing.
-Parameter names are the release's names (`weights.py` has the few exceptions).
+Input is right-padded rows, one sequence per row, in slabs of one width each; tokens run flat, row
+after row, between layers. Attention is causal and compressor blocks restart with each row, so
+padding changes nothing. Parameter names are the release's (`weights.py` has the few exceptions).
 """
 
 # B rows, S tokens per row, T = B·S, N streams, D model width, V vocabulary
@@ -84,7 +84,7 @@ class DeepSeekV4(MegatronModule):
 
     def forward(
         self,
-        token_ids_BS: Tensor,
+        token_ids: Tensor | tuple[Tensor, ...],
         *,
         positions_N: Tensor | None = None,
         labels_N: Tensor | None = None,
@@ -93,28 +93,30 @@ class DeepSeekV4(MegatronModule):
         routes: Routes | None = None,
         trace: Trace | None = None,
     ) -> Tensor | TokenScores:
-        """Scores of `labels_N` at flat `positions_N` (row · S + token); without labels the logits.
+        """Scores of `labels_N` at flat `positions_N` (row · S + token, slab after slab); without
+        labels the logits, of a single slab.
 
         -> `TokenScores` `[N]`, or FP32 logits `[B, S, V]`; a stage that is not the last returns its
         streams `[T, N, D]`. The label of position t is the token at t + 1. `quant` says which
         activations are rounded.
         """
-        trace = (trace or Trace()).under("", rows=len(token_ids_BS))
-        given = BlockInput(token_ids_BS, routes or Routes(), quant)
-        h_TND = trace.flat("embed", self._first_streams(token_ids_BS))
+        given = BlockInput(token_ids, routes or Routes(), quant)
+        trace = (trace or Trace()).under("", rows=len(given.slabs[0]))
+        h_TND = trace.flat("embed", self._first_streams(given.flat_ids))
         for name, block in self.layers.items():
             h_TND = block(h_TND, given, trace.under(f"layers.{name}.", rows=trace.rows))
         if not self.post_process:
             return h_TND
         if labels_N is None:
             x_TD = trace.flat("norm", self.norm(trace.flat("hc_head.mix", self.hc_head(h_TND))))
-            return trace("logits", self.head.logits(x_TD.view(*token_ids_BS.shape, -1)))
+            (ids_BS,) = given.slabs
+            return trace("logits", self.head.logits(x_TD.view(*ids_BS.shape, -1)))
         assert positions_N is not None, "labels without positions"
         x_ND = self.norm(self.hc_head(h_TND.index_select(0, positions_N)))
         scores = self.head.score(x_ND, labels_N, temperature)
         if not (self.train_mtp and torch.is_grad_enabled()):
             return scores
-        labels = _Labels(token_ids_BS, positions_N, labels_N)
+        labels = _Labels(given.slabs, positions_N, labels_N)
         return replace(scores, mtp_logprobs=self._mtp_logprobs(h_TND.detach(), labels, quant))
 
     def mtp_logits(
@@ -137,13 +139,12 @@ class DeepSeekV4(MegatronModule):
         (DeepSeek-V3, arXiv 2412.19437, equations 21 to 24), so the first labels of a row that has
         hardly a prompt have nobody who could guess them and get 0.
         """
-        width = labels.token_ids.size(1)
-        next_ids_BS, total = labels.token_ids, h_TND.new_zeros(len(labels.labels))
+        next_ids, total = labels.slabs, h_TND.new_zeros(len(labels.labels))
         for depth in range(len(self.mtp)):
             # What is rolled in at a row's end stands behind all labels.
-            next_ids_BS = next_ids_BS.roll(-1, 1)
-            h_TND = self._mtp_streams(h_TND, next_ids_BS, depth, quant)
-            (kept,) = (labels.positions % width > depth).nonzero(as_tuple=True)
+            next_ids = tuple(ids_BS.roll(-1, 1) for ids_BS in next_ids)
+            h_TND = self._mtp_streams(h_TND, next_ids, depth, quant)
+            (kept,) = (labels.columns > depth).nonzero(as_tuple=True)
             at = labels.positions[kept] - 1 - depth
             x_MD = self._mtp_block(depth).read(h_TND.index_select(0, at))
             scores = self.head.score(x_MD, labels.labels[kept], 1.0, learns=False)
@@ -151,11 +152,15 @@ class DeepSeekV4(MegatronModule):
         return total
 
     def _mtp_streams(
-        self, h_TND: Tensor, next_ids_BS: Tensor, depth: int, quant: ActivationQuant
+        self,
+        h_TND: Tensor,
+        next_ids: Tensor | tuple[Tensor, ...],
+        depth: int,
+        quant: ActivationQuant,
     ) -> Tensor:
+        given = BlockInput(next_ids, Routes(), quant)
         with torch.no_grad():
-            next_TD: Tensor = self.embed(next_ids_BS.flatten())
-        given = BlockInput(next_ids_BS, Routes(), quant)
+            next_TD: Tensor = self.embed(given.flat_ids)
         return self._mtp_block(depth).streams(h_TND, next_TD, given)
 
     def _mtp_block(self, depth: int) -> MtpBlock:
@@ -163,19 +168,25 @@ class DeepSeekV4(MegatronModule):
         assert isinstance(block, MtpBlock)
         return block
 
-    def _first_streams(self, token_ids_BS: Tensor) -> Tensor:
+    def _first_streams(self, ids_T: Tensor) -> Tensor:
         streams, width = self.architecture.hc_mult, self.architecture.hidden_size
         if self.pre_process:
-            rows_TD = self.embed(token_ids_BS.flatten())
+            rows_TD = self.embed(ids_T)
             return rows_TD.unsqueeze(1).expand(-1, streams, -1).contiguous()
         assert self.input_tensor is not None, "this stage got no input"
-        return self.input_tensor.view(token_ids_BS.numel(), streams, width)
+        return self.input_tensor.view(len(ids_T), streams, width)
 
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
     """What is scored of a batch: label n is the token after flat position n."""
 
-    token_ids: Tensor  # [B, S]
+    slabs: tuple[Tensor, ...]  # [B, S] each
     positions: Tensor  # [N]
     labels: Tensor  # [N]
+
+    @property
+    def columns(self) -> Tensor:
+        """`[N]`: where the positions stand in their rows."""
+        parts = [torch.arange(ids_BS.size(1)).repeat(len(ids_BS)) for ids_BS in self.slabs]
+        return torch.cat(parts).to(self.positions.device)[self.positions]

@@ -53,3 +53,8 @@ class Routes:
     replay: dict[int, Tensor] = field(default_factory=dict)
     record: dict[int, Tensor] | None = None
     entries: dict[int, Tensor] = field(default_factory=dict)
+    slabs: tuple[dict[int, Tensor], ...] = ()  # entries of each of several slabs
+
+    def of_slab(self, number: int) -> "Routes":
+        """What the attention of one slab obeys."""
+        return Routes(entries=self.slabs[number]) if self.slabs else self

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.packing import (
+    MicroBatch,
     ScoredSequence,
+    Slab,
     context_part,
     pack,
     plan_rows,
@@ -21,16 +23,23 @@ def sequence(prompt: int, response: int, *, seed: int = 0) -> ScoredSequence:
 
 
 def test_longest_first_ties_by_index() -> None:
-    assert plan_rows({0: 3, 1: 16, 2: 9, 3: 9}, max_tokens=32) == [[1, 2], [3, 0]]
+    assert plan_rows({0: 3, 1: 16, 2: 9, 3: 9}, max_tokens=32) == [[[1, 2]], [[3], [0]]]
+
+
+def test_rows_of_a_slab_are_nearly_as_wide_as_it() -> None:
+    lengths = {0: 64, 1: 56, 2: 48, 3: 20, 4: 20}
+    assert plan_rows(lengths, max_tokens=1000) == [[[0, 1], [2], [3, 4]]]
+    # 64 + 64 + 48 leave no room for 24 of 180, the next micro-batch has it
+    assert plan_rows(lengths, max_tokens=180) == [[[0, 1], [2]], [[3, 4]]]
 
 
 def test_rows_by_hand() -> None:
     short = ScoredSequence(np.array([7, 8, 9]), 2)
     long = ScoredSequence(np.arange(10, 19), 5)
     ((micro,),) = pack([short, long], max_tokens=64)
-    assert micro.token_ids.shape == (2, 16)
-    assert micro.token_ids[0].tolist() == [*range(10, 19), *[0] * 7]
-    assert micro.token_ids[1].tolist() == [7, 8, 9, *[0] * 13]
+    wide, narrow = (slab.token_ids for slab in micro.slabs)
+    assert wide.tolist() == [[*range(10, 19), *[0] * 7]]
+    assert narrow.tolist() == [[7, 8, 9, *[0] * 5]]
     assert micro.positions.tolist() == [4, 5, 6, 7, 16 + 1]
     assert micro.labels.tolist() == [15, 16, 17, 18, 9]
     assert micro.places.tolist() == [1, 2, 3, 4, 0]
@@ -39,7 +48,7 @@ def test_rows_by_hand() -> None:
 def test_sequences_without_response_take_no_row() -> None:
     assert pack([sequence(5, 0)], max_tokens=64) == [[]]
     ((micro,),) = pack([sequence(5, 0), sequence(5, 2)], max_tokens=64)
-    assert micro.token_ids.shape[0] == 1
+    assert micro.num_tokens == 8
     assert micro.places.tolist() == [0, 1]
 
 
@@ -60,12 +69,11 @@ def test_every_token_is_packed_once(shapes: list[tuple[int, int]], budget: int) 
     )
     places = []
     for micro in pack(sequences, max_tokens=budget)[0]:
-        rows, width = micro.token_ids.shape
-        assert rows * width <= budget
-        assert width % ROW_ALIGNMENT == 0
+        assert micro.num_tokens <= budget
+        assert all(slab.width % ROW_ALIGNMENT == 0 for slab in micro.slabs)
         assert np.array_equal(flat[micro.places], micro.labels)
-        row, token = np.divmod(micro.positions, width)
-        assert np.array_equal(micro.token_ids[row, token + 1], micro.labels)
+        ids = np.concatenate([slab.token_ids.ravel() for slab in micro.slabs])
+        assert np.array_equal(ids[micro.positions + 1], micro.labels)
         places += micro.places.tolist()
     assert sorted(places) == list(range(len(flat)))
 
@@ -74,7 +82,8 @@ def test_packing_is_deterministic() -> None:
     sequences = [sequence(3 + i % 4, 5 + i % 7, seed=i) for i in range(20)]
     first, second = (pack(sequences, max_tokens=64)[0] for _ in range(2))
     for one, other in zip(first, second, strict=True):
-        assert np.array_equal(one.token_ids, other.token_ids)
+        for slab, same in zip(one.slabs, other.slabs, strict=True):
+            assert np.array_equal(slab.token_ids, same.token_ids)
         assert np.array_equal(one.places, other.places)
 
 
@@ -98,21 +107,43 @@ def test_ranks_have_equally_many_micro_batches_and_share_all_tokens() -> None:
     assert sorted(np.concatenate(places)) == list(range(39))
 
     alone = pack(sequences[:1], max_tokens=32, num_ranks=2)
-    assert alone[1][0].token_ids.shape == (1, ROW_ALIGNMENT)
+    assert alone[1][0].num_tokens == ROW_ALIGNMENT
     assert len(alone[1][0].places) == 0
 
 
 def test_context_ranks_hold_consecutive_parts_of_rows() -> None:
-    ((micro,),) = pack([sequence(3, 10), sequence(2, 4, seed=1)], max_tokens=64)
+    shapes = ((3, 40), (2, 4), (2, 37))
+    sequences = [sequence(*shape, seed=i) for i, shape in enumerate(shapes)]
+    ((micro,),) = pack(sequences, max_tokens=200, alignment=16)
+    assert [slab.token_ids.shape for slab in micro.slabs] == [(2, 48), (1, 16)]
     parts = [context_part(micro, rank, 2) for rank in range(2)]
-    assert np.array_equal(np.concatenate([part.token_ids for part in parts], 1), micro.token_ids)
-    found = {}
-    for micro_part in parts:
-        assert micro_part.part is not None
-        row, token = np.divmod(micro_part.positions, micro_part.token_ids.shape[1])
-        whole = row * micro_part.part.width + micro_part.part.first + token
-        scored = zip(whole, micro_part.labels, strict=True)
-        found |= dict(zip(micro_part.part.scored.tolist(), scored, strict=True))
-        assert np.array_equal(micro_part.places, micro.places)
-    expected = zip(micro.positions, micro.labels, strict=True)
-    assert found == dict(enumerate(expected))
+    found: dict[int, int] = {}
+    for part in parts:
+        assert part.scored is not None
+        assert np.array_equal(part.places, micro.places)
+        at = np.concatenate([_places_in(slab, micro, i) for i, slab in enumerate(part.slabs)])
+        assert np.array_equal(at[part.positions], micro.positions[part.scored])
+        assert np.array_equal(part.labels, micro.labels[part.scored])
+        found |= dict.fromkeys(part.scored.tolist(), 1)
+    assert sorted(found) == list(range(len(micro.places)))
+
+
+def _places_in(slab: Slab, micro: MicroBatch, number: int) -> np.ndarray:
+    """Flat positions in the whole micro-batch of the tokens of a part of its `number`-th slab."""
+    start = sum(one.token_ids.size for one in micro.slabs[:number])
+    rows, length = slab.token_ids.shape
+    places = start + np.arange(rows)[:, None] * slab.width + slab.first + np.arange(length)
+    whole = micro.slabs[number].token_ids[:, slab.first : slab.first + length]
+    assert np.array_equal(slab.token_ids, whole)
+    return places.ravel()
+
+
+def test_little_of_log_normal_lengths_is_padding() -> None:
+    rng = np.random.default_rng(0)
+    drawn = np.exp(rng.normal(6.5, 0.8, 256)).astype(int).clip(32, 8192)
+    sequences = [ScoredSequence(np.zeros(length, np.int64), length // 4) for length in drawn]
+    for num_ranks in (1, 4):
+        shares = pack(sequences, max_tokens=32768, num_ranks=num_ranks)
+        work = [sum(micro.num_tokens for micro in share) for share in shares]
+        assert drawn.sum() > 0.95 * sum(work)
+        assert max(work) < 1.05 * min(work)

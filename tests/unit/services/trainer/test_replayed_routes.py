@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from services.trainer.engine.replay import replayed
-from services.trainer.packing import ScoredSequence, context_part, pack
+from services.trainer.packing import MicroBatch, ScoredSequence, context_part, pack
 from shared.models.deepseek_v4.architecture import C4_RATIO
 from shared.routes import first_selecting_token, unpack_bits
 from tests.tiny_deepseek_v4 import DEMO
@@ -24,23 +25,38 @@ def micro_batch(alignment: int = 16):
     return micro, sequences
 
 
-def test_every_row_has_its_own_routes_and_padding_does_no_harm() -> None:
-    micro, sequences = micro_batch()
+def laid_out(micro: MicroBatch) -> list[tuple[dict[int, Tensor], dict[int, Tensor]]]:
+    """Of each slab: experts [B, S, k] and entries [B, S, W] by layer."""
     routes = replayed(micro, DEMO, CPU)
     assert routes is not None
-    rows, width = micro.token_ids.shape
     assert sorted(routes.replay) == [2, 3]  # hash layers read the table
-    assert sorted(routes.entries) == [1, 3]
+    sizes = [slab.token_ids.size for slab in micro.slabs]
+    found = []
+    for number, slab in enumerate(micro.slabs):
+        rows, columns = slab.token_ids.shape
+        experts = {
+            layer: ids.split(sizes)[number].view(rows, columns, -1)
+            for layer, ids in routes.replay.items()
+        }
+        entries = routes.of_slab(number).entries
+        assert sorted(entries) == [1, 3]
+        found.append((experts, entries))
+    return found
+
+
+def test_every_row_has_its_own_routes_and_padding_does_no_harm() -> None:
+    micro, sequences = micro_batch()
+    assert [slab.width for slab in micro.slabs] == [48, 32, 16]
     first = first_selecting_token(DEMO)
-    for row, one in enumerate(sequences):
+    for one, slab, (experts, entries) in zip(sequences, micro.slabs, laid_out(micro), strict=True):
         recorded, inputs = one.routes, len(one.token_ids) - 1
-        for layer, ids in routes.replay.items():
-            mine = ids.view(rows, width, -1)[row]
-            assert np.array_equal(mine[:inputs], recorded.expert_ids[:, layer])
-            assert (mine[inputs:] == torch.arange(2)).all()
+        assert recorded is not None
+        for layer, (ids,) in experts.items():
+            assert np.array_equal(ids[:inputs], recorded.expert_ids[:, layer])
+            assert (ids[inputs:] == torch.arange(2)).all()
         for at, layer in enumerate((1, 3)):
-            kept = routes.entries[layer][row]
-            expected = unpack_bits(recorded.entry_bits[:, at], width // C4_RATIO)
+            (kept,) = entries[layer]
+            expected = unpack_bits(recorded.entry_bits[:, at], slab.width // C4_RATIO)
             assert np.array_equal(kept[first:inputs], expected[first:])
             assert kept[:first].all()
             assert kept[inputs:].all()
@@ -49,14 +65,13 @@ def test_every_row_has_its_own_routes_and_padding_does_no_harm() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_context_parallel_ranks_have_their_columns(ranks: int) -> None:
     micro, _ = micro_batch(alignment=16 * ranks)
-    whole = replayed(micro, DEMO, CPU)
-    parts = [replayed(context_part(micro, rank, ranks), DEMO, CPU) for rank in range(ranks)]
-    rows, width = micro.token_ids.shape
-    for layer, ids in whole.replay.items():
-        mine = [part.replay[layer].view(rows, width // ranks, -1) for part in parts]
-        assert torch.equal(torch.cat(mine, 1), ids.view(rows, width, -1))
-    for layer, kept in whole.entries.items():
-        assert torch.equal(torch.cat([part.entries[layer] for part in parts], 1), kept)
+    whole = laid_out(micro)
+    parts = [laid_out(context_part(micro, rank, ranks)) for rank in range(ranks)]
+    for number, kinds in enumerate(whole):
+        for kind, by_layer in enumerate(kinds):
+            for layer, expected in by_layer.items():
+                mine = [part[number][kind][layer] for part in parts]
+                assert torch.equal(torch.cat(mine, 1), expected)
 
 
 def test_without_routes_nothing_is_replayed() -> None:
