@@ -157,7 +157,7 @@ def test_gradients_go_straight_through_to_the_masters(document: dict[str, Any], 
     actor = new_actor(document)
     before = held(actor)
     metrics = actor.train_step(batch())
-    expected, loss, norm = twin_step("token_mean", rounding=rounding(form))
+    expected, loss, norm = twin_step("sequence_mean", rounding=rounding(form))
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     for name, tensor in held(actor).items():
