@@ -8,6 +8,7 @@ from shared.job import Job, load_job_file
 from shared.planner import Machine, plan
 from tests.tiny_deepseek_v4 import FLASH
 
+CHECKS_OF_AN_ENGINE = {"demo-sglang"}  # five steps, from which nobody learns what a policy can
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
@@ -19,7 +20,7 @@ def load(name: str) -> Job:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_job_is_valid_and_evaluates(path: Path) -> None:
     job = Job.model_validate(load_job_file(path))
-    assert job.warnings == []
+    assert (job.eval is not None) == (path.stem not in CHECKS_OF_AN_ENGINE)
 
 
 def test_the_demo_is_the_job_that_the_readme_describes() -> None:
