@@ -85,7 +85,7 @@ def measure_apart(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 def measure(folder: Path, document: Mapping[str, Any], *, load: Load) -> dict[str, Any]:
     """Seconds and bytes of training steps on the release in `folder`; `document` is merged into a
     BF16 job, section by section."""
-    actor = Actor(_job(folder, document, load))
+    actor = Actor(speed_job(folder, document, load))
     held = torch.cuda.memory_allocated()
     began_s = time.perf_counter()
     scores = actor.score([sample.token_ids for sample in _samples(actor.architecture, load)])
@@ -156,7 +156,8 @@ def _visible_keys(arch: Architecture, layer: int, length: int) -> float:
     return float((window + entries).mean())
 
 
-def _job(folder: Path, document: Mapping[str, Any], load: Load) -> Job:
+def speed_job(folder: Path, document: Mapping[str, Any], load: Load) -> Job:
+    """The demo in BF16 on the release in `folder`, with `document` merged into it."""
     merged: dict[str, Any] = dict(load_job_file(Path("configs/demo.toml")))
     base = {
         "model": {"rollout_checkpoint": str(folder)},
