@@ -91,6 +91,7 @@ def assemble(
         http=http,
         holds=evals.holds,
         rounds=_rounds(job, keeper, store, trainer_url),
+        needed_versions=evals.needed_versions,
         canary=config.canary,
         **told,
     )

@@ -1,7 +1,9 @@
 """Evaluations of pinned versions: one server is held at a version until its result is there.
 
-due ──> a server serves the version ──> hold it, ask for the evaluation ──> go on training
-                                          └── a result, a failure or the deadline: release
+lease      due ──> a server serves the version ──> hold it, ask for the evaluation ──> go on training
+                                                     └── a result, a failure, the deadline: release
+dedicated  due ──> ask; one server is always held, at the version of the oldest open evaluation, and
+                   between them at the last one's: training waits for nothing
 """
 
 import asyncio
@@ -48,12 +50,22 @@ class Evaluations:
         self._record = record
         self._events = events
         self._open = {one.eval_id: one for one in books.evals() if one.state == "open"}
+        self._last = max(books.evals(), key=lambda one: one.policy_version, default=None)
         self._closed = asyncio.Event()
         self.on_release: Callable[[], None] = lambda: None
 
     def holds(self) -> dict[str, int]:
-        """Replica -> version that it must keep serving."""
-        return {one.replica: one.policy_version for one in self._open.values()}
+        """Replica -> version that it must keep serving: that of its oldest open evaluation."""
+        held: dict[str, int] = {}
+        if self._is_dedicated and self._last is not None and self._last.replica:
+            held[self._last.replica] = self._last.policy_version
+        for one in sorted(self._open.values(), key=lambda one: -one.policy_version):
+            held[one.replica] = one.policy_version
+        return held
+
+    def needed_versions(self) -> set[int]:
+        """Versions that open evaluations will ask for; they must not be deleted."""
+        return {one.policy_version for one in self._open.values()}
 
     @property
     def num_open(self) -> int:
@@ -71,8 +83,10 @@ class Evaluations:
         section = self._job.eval
         assert section is not None
         eval_id = f"{self._job_id}.e{policy_version:08d}"
-        replica = await self._free_server(policy_version, publisher, section.deadline_s)
-        deadline_s = now_s() + section.deadline_s
+        replica = self._dedicated_server(publisher)
+        if replica is None:
+            replica = await self._free_server(policy_version, publisher, section.deadline_s)
+        deadline_s = self._begins_at_s(replica) + section.deadline_s
         asked = EvalRecord(eval_id, policy_version, step, replica or "", deadline_s, "open")
         self._books.open_eval(
             asked,
@@ -89,8 +103,9 @@ class Evaluations:
         if replica is None:
             self._fail(asked, f"no server served version {policy_version}")
             return False
-        self._open[eval_id] = asked
+        self._open[eval_id] = self._last = asked
         await self.announce()
+        self.on_release()  # a dedicated server has another target now
         await self._publish(asked)
         return True
 
@@ -133,10 +148,29 @@ class Evaluations:
             await wait_for_event(stop, CHECK_S)
 
     async def wait_all(self) -> None:
-        """Until no evaluation is open; their deadlines bound it."""
+        """Until no evaluation is open; their deadlines bound it. Then nothing is held any more."""
         while self._open:
             self._closed.clear()
             await wait_for_event(self._closed, 1.0)
+        self._last = None
+        await self.announce()
+
+    @property
+    def _is_dedicated(self) -> bool:
+        return self._job.eval is not None and self._job.eval.server == "dedicated"
+
+    def _dedicated_server(self, publisher: Publisher) -> str | None:
+        """The server that does nothing else; None when the job wants none, or has just one."""
+        names = publisher.names
+        if not self._is_dedicated or len(names) < 2:
+            return None
+        before = self._last.replica if self._last else None
+        return before if before in names else names[-1]
+
+    def _begins_at_s(self, replica: str | None) -> float:
+        """Evaluations of one server run one after the other."""
+        waiting = [one.deadline_s for one in self._open.values() if one.replica == replica]
+        return max([now_s(), *waiting])
 
     async def _free_server(
         self, policy_version: int, publisher: Publisher, deadline_s: float

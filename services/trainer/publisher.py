@@ -12,7 +12,7 @@ commit of a version goes alone (the canary): a version that no server accepts re
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import structlog
 from prometheus_client import Counter
@@ -59,6 +59,7 @@ class Publisher:
         events: EventMaker,
         holds: Callable[[], Mapping[str, int]],
         rounds: Rounds | None = None,
+        needed_versions: Callable[[], Collection[int]] = tuple,
         canary: bool = True,
         max_parallel: int = 16,
         interval_s: float = 0.3,
@@ -75,6 +76,7 @@ class Publisher:
         self._events = events
         self._holds = holds
         self._rounds = rounds
+        self._needed_versions = needed_versions
         self._canary = canary
         self._interval_s = interval_s
         self._fanout = Fanout(shards_url, max_sends=update.max_sends)
@@ -123,6 +125,11 @@ class Publisher:
     def reconsider(self) -> None:
         """Look at the targets again now, for one has changed."""
         self._wake.set()
+
+    @property
+    def names(self) -> list[str]:
+        """Live servers of this job."""
+        return sorted(self._servers)
 
     def serving(self, version: int) -> list[str]:
         """Live servers that serve exactly `version`, by name."""
@@ -224,6 +231,7 @@ class Publisher:
         if self.current is None:
             return
         targets = {self.current, self.target, *self._holds().values()}
+        targets |= set(self._needed_versions())
         targets |= {one.updating_to for one in self._servers.values() if one.is_updating}
         needed = {one for one in targets if one is not None}
         update = self._update

@@ -261,6 +261,59 @@ async def test_evaluated_versions_are_pinned(redis: Redis, tmp_path: Path) -> No
         assert all(server.version == 5 for server in world.servers.values())
 
 
+async def test_dedicated_server_does_all_evaluations_and_nothing_else(
+    redis: Redis, tmp_path: Path
+) -> None:
+    section = {
+        "suite": "s",
+        "data": {"path": "/nowhere"},
+        "every_steps": 1,
+        "max_response_tokens": 8,
+        "deadline_s": 20.0,
+        "server": "dedicated",
+    }
+    job = make_job(steps=4, eval=section)
+    async with running_world(redis, tmp_path / "run", job=job, servers=2) as world:
+        await run_to_end(world, crash_at=["published"])
+        books = check_books(world)
+        evals = books.evals()
+        books.close()
+        assert [one.state for one in evals] == ["finished"] * 5
+        (name,) = {one.replica for one in evals}
+        for _, version, holds in world.evaluated:
+            assert holds.keys() == {name}
+            assert holds[name] <= version  # the oldest open one's
+        assert await redis.exists(topology.holds(JOB_ID)) == 0
+
+
+async def test_a_dedicated_server_keeps_versions_that_wait_for_it(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """Training goes on while no evaluation is answered, and every version stays to be had."""
+    section = {
+        "suite": "s",
+        "data": {"path": "/nowhere"},
+        "every_steps": 1,
+        "max_response_tokens": 8,
+        "deadline_s": 600.0,
+        "server": "dedicated",
+    }
+    job = make_job(steps=5, eval=section, update={"keep_versions": 1})
+    async with running_world(redis, tmp_path / "run", job=job, servers=2) as world:
+        world.answer_evals = False
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await world.until_served(5)
+        kept = {int(path.name[1:]) for path in (tmp_path / "run" / "weights").glob("v*")}
+        assert kept >= set(range(5))
+        world.answer_evals = True
+        for one in range(6):
+            await world.tell("eval_finished", eval_id=f"{JOB_ID}.e{one:08d}")
+        await running
+        await conductor.close("finished")
+        check_books(world).close()
+
+
 async def test_evaluation_without_an_answer_is_given_up(redis: Redis, tmp_path: Path) -> None:
     section = {
         "suite": "s",
