@@ -20,10 +20,10 @@ from shared.job_actor import (
 )
 from shared.job_algorithm import AlgorithmSection
 from shared.job_cluster import ClusterSection, SGLangSection, TrackingSection
+from shared.job_reward import GraderName, OverlongSection, RewardPart
 from shared.parallel import Layout
 from shared.section import Section
 
-GraderName = Literal["math", "aime", "arithmetic"]
 PromptFormat = Literal["raw", "thinking", "non_thinking"]
 DataFormat = Literal["auto", "prompt", "dapo", "gsm8k", "math500", "aime", "deepmath"]
 
@@ -172,6 +172,14 @@ class UpdateSection(Section):
 
 class RewardSection(Section):
     grader: GraderName = "math"
+    """`math` (MATH, DeepMath), `aime`, `gsm8k`, `dapo`, `code`, `format`, `arithmetic`; one that
+    the reward service knows as `plugin.<name>` or `remote.<name>`."""
+    parts: list[RewardPart] = Field(default_factory=list)
+    """Further graders whose scores are added by weight."""
+    overlong: OverlongSection | None = None
+    """The penalty for long responses (DAPO)."""
+    retries: int = Field(0, ge=0, le=5)
+    """How often a check that timed out or failed is repeated before it counts as unscored."""
     timeout_s: float = Field(5.0, gt=0, le=60)
     """Wall-clock limit of one check, enforced from outside."""
     unscored: Literal["drop_group", "zero"] = "drop_group"

@@ -11,6 +11,7 @@ from rich.console import Console
 from services.cli.convert import convert
 from services.cli.demo import DemoOptions, run_demo
 from services.cli.document import read_job
+from services.cli.evaluate import evaluate
 from services.cli.parity import parity
 from services.cli.plan import plan
 from services.cli.run import log_to, run
@@ -54,6 +55,7 @@ app.add_typer(weights, name="weights")
 app.command()(convert)
 app.command()(parity)
 app.command()(plan)
+app.command("eval")(evaluate)
 
 
 @app.command()

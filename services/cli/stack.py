@@ -1,5 +1,6 @@
 """The five kinds of process as programs of the local stack, and the ports they use."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -94,6 +95,21 @@ def stack_programs(
     ]
     services.append(_service("evaluator", "evaluator", ports.evaluator, ports, runs))
     return [broker(data_dir / "broker", ports.broker), services]
+
+
+def offline_programs(
+    ports: Ports, *, data_dir: Path, runs_dir: Path, data_roots: Sequence[Path]
+) -> list[Program | Sequence[Program]]:
+    """What the evaluation of a bare checkpoint needs: a broker, graders, and an evaluator."""
+    roots = json.dumps([str(root.resolve()) for root in data_roots])
+    more = ["--runs-dir", str(runs_dir.resolve()), "--data-roots", roots]
+    return [
+        broker(data_dir / "broker", ports.broker),
+        [
+            _service("reward", "reward-0", ports.reward[0], ports),
+            _service("evaluator", "evaluator", ports.evaluator, ports, more),
+        ],
+    ]
 
 
 def _service(

@@ -12,7 +12,7 @@ router = APIRouter(prefix="/v1/evals", tags=["evals"])
 
 @router.post("", status_code=202, responses={409: {"description": "no server has a policy"}})
 async def submit(body: EvalRequest, request: Request) -> EvalStatus:
-    """Evaluate the version that a server serves now."""
+    """Evaluate the version that a server serves now, or a checkpoint."""
     return await _evals(request).submit(body)
 
 

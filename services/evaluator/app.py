@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from services.evaluator import api
+from services.evaluator import api, browsing
+from services.evaluator.archive import Archive
 from services.evaluator.config import EvaluatorConfig
 from services.evaluator.parity import api as parity_api
 from services.evaluator.parity.requests import ParityRuns
@@ -27,6 +28,7 @@ def create_app(config: EvaluatorConfig) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state = app.state
         state.redis = create_redis(config.redis_url, process=f"evaluator-{config.name}")
+        state.archive = Archive(config.runs_dir.resolve())
         state.current = CurrentJob(state.redis)
         async with HttpClient(attempts=1) as http:  # whoever asks repeats, up to a deadline
             runner = Runner(http, config.runner, runs_dir=config.runs_dir.resolve())
@@ -34,13 +36,18 @@ def create_app(config: EvaluatorConfig) -> FastAPI:
                 state.redis, runner, state.current, replica=config.name, drain_s=config.drain_s
             )
             state.requested = RequestedEvals(
-                state.redis, runner, state.current, data_roots=config.data_roots
+                state.redis,
+                runner,
+                state.current,
+                http,
+                data_roots=(*config.data_roots, config.runs_dir),
             )
             state.parity = ParityRuns(state.redis, http, state.current)
             yield
         await state.redis.aclose()
 
     app = FastAPI(title="Tandem evaluator", lifespan=lifespan)
+    app.include_router(browsing.router)
     app.include_router(api.router)
     app.include_router(parity_api.router)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))

@@ -55,6 +55,12 @@ class Plan:
     budgets: list[int]  # below sampling.max_response_tokens, rising
     tokenizer: CheckpointTokenizer
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and its response together."""
+        longest = max((len(problem.token_ids) for problem in self.problems), default=1)
+        return longest + self.sampling.max_response_tokens
+
     def file_stem(self, runs_dir: Path) -> Path:
         """Where the samples go, without suffix."""
         return runs_dir / self.job_id / "evals" / self.stem

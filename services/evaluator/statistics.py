@@ -135,7 +135,8 @@ def sign_flip_p(differences_P: Array, *, seed: int = 0) -> float:
 def ratio_interval(over_P: Array, under_P: Array, *, seed: int = 0) -> Interval:
     """Sum of `over_P` by sum of `under_P` with its percentile bootstrap interval over problems.
 
-    For shares of samples where problems have different numbers of them. nan where `under_P` is 0.
+    For shares of samples where problems have different numbers of them. nan where `under_P` is 0;
+    where all problems that count agree on 0 or 1, the bound of Clopper and Pearson.
     """
     P, total = len(under_P), float(under_P.sum())
     if total == 0:
@@ -144,4 +145,6 @@ def ratio_interval(over_P: Array, under_P: Array, *, seed: int = 0) -> Interval:
     sums_B = counts_BP @ under_P
     ratios = (counts_BP @ over_P)[sums_B > 0] / sums_B[sums_B > 0]
     low, high = np.percentile(ratios, [2.5, 97.5])
-    return Interval(float(over_P.sum()) / total, float(low), float(high))
+    counting_P = under_P > 0
+    found = Interval(float(over_P.sum()) / total, float(low), float(high))
+    return _unless_constant(over_P[counting_P] / under_P[counting_P], found)

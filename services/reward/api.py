@@ -9,8 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.reward.config import LimitsConfig
-from services.reward.pool.pool import GradingPool
-from services.reward.pool.requests import Check
+from services.reward.grading import Asked, Grading
+from shared.job_reward import OverlongSection, RewardPart
 from shared.messages import Outcome
 
 MAX_ERRORS_SHOWN = 20
@@ -33,6 +33,20 @@ class GradeItem(BaseModel):
     gold: Annotated[str, BeforeValidator(_text_of_number)]
     grader: str = "math"
     timeout_s: float | None = Field(None, gt=0, description="default: the service's")
+    parts: list[RewardPart] = []
+    overlong: OverlongSection | None = None
+    num_tokens: int = Field(0, ge=0, description="of the response, for the penalty for length")
+
+    def asked(self, default_timeout_s: float) -> Asked:
+        return Asked(
+            grader=self.grader,
+            response=self.response,
+            gold=self.gold,
+            timeout_s=self.timeout_s or default_timeout_s,
+            parts=tuple(self.parts),
+            overlong=self.overlong,
+            num_tokens=self.num_tokens,
+        )
 
 
 class GradeRequest(BaseModel):
@@ -63,28 +77,24 @@ class GradeResponse(BaseModel):
 async def grade(body: GradeRequest, request: Request) -> GradeResponse:
     """Grade each item; outcome i belongs to item i."""
     limits = cast(LimitsConfig, request.app.state.limits)
-    pool = cast(GradingPool, request.app.state.pool)
-    _refuse_beyond(body.items, limits, pool)
-    checks = [
-        Check(item.grader, item.response, item.gold, item.timeout_s or limits.default_timeout_s)
-        for item in body.items
-    ]
-    return GradeResponse(outcomes=await pool.grade(checks))
+    grading = cast(Grading, request.app.state.grading)
+    asked = [item.asked(limits.default_timeout_s) for item in body.items]
+    _refuse_beyond(asked, limits, grading)
+    return GradeResponse(outcomes=await grading.grade(asked))
 
 
 @router.get("/graders")
 async def list_graders(request: Request) -> dict[str, list[str]]:
-    return {"graders": cast(GradingPool, request.app.state.pool).grader_names}
+    return {"graders": cast(Grading, request.app.state.grading).names}
 
 
-def _refuse_beyond(items: list[GradeItem], limits: LimitsConfig, pool: GradingPool) -> None:
+def _refuse_beyond(items: list[Asked], limits: LimitsConfig, grading: Grading) -> None:
     if len(items) > limits.max_items:
         message = f"{len(items)} items exceed {limits.max_items}; send several requests"
         raise HTTPException(413, _detail("items", message))
-    if pool.depth > limits.max_queued_checks:
-        message = f"{pool.depth} checks wait, more than {limits.max_queued_checks}; try later"
+    if (depth := grading.pool.depth) > limits.max_queued_checks:
+        message = f"{depth} checks wait, more than {limits.max_queued_checks}; try later"
         raise HTTPException(503, _detail("items", message), headers={"Retry-After": "1"})
-    names = pool.grader_names
     bounds = (
         ("response", limits.max_response_chars, "characters"),
         ("gold", limits.max_gold_chars, "characters"),
@@ -93,10 +103,11 @@ def _refuse_beyond(items: list[GradeItem], limits: LimitsConfig, pool: GradingPo
         for key, bound, unit in bounds:
             if (size := len(getattr(item, key))) > bound:
                 raise _invalid(place, key, f"{size} {unit} exceed {bound}")
-        if (item.timeout_s or 0) > limits.max_timeout_s:
+        if item.timeout_s > limits.max_timeout_s:
             raise _invalid(place, "timeout_s", f"{item.timeout_s} exceeds {limits.max_timeout_s}")
-        if item.grader not in names:
-            raise _invalid(place, "grader", f"no {item.grader!r}; there are {', '.join(names)}")
+        if (unknown := grading.unknown(item)) is not None:
+            known = ", ".join(grading.names)
+            raise _invalid(place, "grader", f"no {unknown!r}; there are {known}")
 
 
 def _invalid(place: int, key: str, message: str) -> HTTPException:

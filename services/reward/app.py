@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 
 from services.reward import api
 from services.reward.config import RewardConfig
+from services.reward.grading import Grading
 from services.reward.pool.pool import GradingPool
 from services.reward.worker import GradeWorker
 from shared.current_job import CurrentJob
@@ -24,16 +25,18 @@ def create_app(config: RewardConfig) -> FastAPI:
         state = app.state
         state.limits = config.limits
         state.pool = await GradingPool.start(config.pool)
+        state.grading = Grading(state.pool, config.remotes)
         state.redis = create_redis(config.redis_url, process=f"reward-{config.name}")
         state.worker = GradeWorker(
             state.redis,
-            state.pool,
+            state.grading,
             CurrentJob(state.redis),
             replica=config.name,
             concurrency=config.groups_in_flight,
             drain_s=config.drain_s,
         )
         yield
+        await state.grading.close()
         await state.pool.close()
         await state.redis.aclose()
 

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from services.reward.pool.settings import PoolConfig
+from services.reward.remote import RemoteConfig
 from shared.config import Part, ServiceConfig, settings_of
 
 
@@ -36,5 +37,7 @@ class RewardConfig(ServiceConfig):
     """Groups of the job that are graded at the same time."""
     pool: PoolConfig = PoolConfig()
     """The grading processes."""
+    remotes: dict[str, RemoteConfig] = Field(default_factory=dict)
+    """Graders over HTTP by name; a job asks for `remote.<name>`."""
     limits: LimitsConfig = LimitsConfig()
     """What one request may ask for."""

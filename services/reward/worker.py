@@ -12,13 +12,12 @@ from collections import Counter
 import structlog
 from redis.asyncio import Redis
 
-from services.reward.graders.grader import HEAVY
-from services.reward.pool.pool import GradingPool
-from services.reward.pool.requests import Check
+from services.reward.grading import Asked, Grading
 from shared import topology
 from shared.chat import graded_text
 from shared.current_job import CurrentJob
 from shared.errors import Rejected
+from shared.job import RewardSection
 from shared.messages import Event, Outcome, RolloutGroup, Score, ScoredGroup
 from shared.streams import Consumer, backlog, publish
 from shared.tasks import following, wait_for_event
@@ -39,7 +38,7 @@ class GradeWorker:
     def __init__(
         self,
         redis: Redis,
-        pool: GradingPool,
+        grading: Grading,
         current: CurrentJob,
         *,
         replica: str,
@@ -47,7 +46,7 @@ class GradeWorker:
         drain_s: float,
     ) -> None:
         self._redis = redis
-        self._pool = pool
+        self._grading = grading
         self._current = current
         self._replica = replica
         self._concurrency = concurrency
@@ -84,12 +83,12 @@ class GradeWorker:
         job = self._current.job
         assert job is not None
         log.info("job_followed", job_id=job_id, grader=job.reward.grader)
-        if HEAVY & {job.reward.grader, job.eval.grader if job.eval else ""}:
-            await self._pool.prepare()
-        timeout_s = job.reward.timeout_s
+        suites = job.eval.suites if job.eval else []
+        graders = [job.reward.grader, *(part.grader for part in job.reward.parts)]
+        await self._grading.prepare([*graders, *(suite.grader for suite in suites)])
 
         async def handle(body: bytes) -> None:
-            await self._grade(RolloutGroup.unpack(body), job_id, timeout_s)
+            await self._grade(RolloutGroup.unpack(body), job_id, job.reward)
 
         consumer = Consumer(
             self._redis, topology.rollouts(job_id), topology.GRADERS, self._replica, LEASE_S
@@ -98,25 +97,27 @@ class GradeWorker:
             handle, stop=self._changed, concurrency=self._concurrency, drain_s=self._drain_s
         )
 
-    async def _grade(self, group: RolloutGroup, job_id: str, timeout_s: float) -> None:
+    async def _grade(self, group: RolloutGroup, job_id: str, reward: RewardSection) -> None:
         prompt = group.prompt
         if prompt.job_id != job_id:
             raise Rejected(f"{prompt.group_id} is of job {prompt.job_id}, not of {job_id}")
-        if prompt.grader not in self._pool.grader_names:
-            known = ", ".join(self._pool.grader_names)
-            raise Rejected(f"{prompt.group_id}: no grader {prompt.grader!r}; there are {known}")
+        asked = [
+            Asked(
+                grader=prompt.grader,
+                response=graded_text(prompt.prompt_text, rollout.text),
+                gold=prompt.gold,
+                timeout_s=reward.timeout_s,
+                parts=tuple(reward.parts),
+                overlong=reward.overlong,
+                num_tokens=len(rollout.response_token_ids),
+            )
+            for rollout in group.rollouts
+        ]
+        if unknown := next(filter(None, map(self._grading.unknown, asked)), None):
+            known = ", ".join(self._grading.names)
+            raise Rejected(f"{prompt.group_id}: no grader {unknown!r}; there are {known}")
         begin_s = time.monotonic()
-        outcomes = await self._pool.grade(
-            [
-                Check(
-                    prompt.grader,
-                    graded_text(prompt.prompt_text, rollout.text),
-                    prompt.gold,
-                    timeout_s,
-                )
-                for rollout in group.rollouts
-            ]
-        )
+        outcomes = await self._grading.grade(asked, retries=reward.retries)
         seconds = time.monotonic() - begin_s
         scored = ScoredGroup(group=group, outcomes=outcomes, grading_s=seconds)
         await publish(self._redis, topology.groups(job_id), scored.pack())

@@ -1,9 +1,9 @@
 """Evaluations of pinned versions: one server is held at a version until its result is there.
 
-lease      due ──> a server serves the version ──> hold it, ask for the evaluation ──> go on training
-                                                     └── a result, a failure, the deadline: release
-dedicated  due ──> ask; one server is always held, at the version of the oldest open evaluation, and
-                   between them at the last one's: training waits for nothing
+lease      due ──> a server serves the version ──> hold it, ask for the evaluation ──> go on
+                                                     └── result, failure, deadline: release
+dedicated  due ──> ask; one server is always held, at the version of the oldest open evaluation,
+                   and between them at the last one's: training waits for nothing
 """
 
 import asyncio

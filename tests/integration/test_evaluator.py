@@ -428,7 +428,7 @@ async def test_unusable_message_is_buried_and_the_next_one_served(stage: Stage) 
     assert await stage.redis.xlen(topology.dead(topology.evals(JOB_ID))) == 1
 
 
-async def ended(http: HttpClient, url: str) -> dict[str, Any]:
+async def ended(http: HttpClient, url: str, *, within_s: float = 15.0) -> dict[str, Any]:
     """The evaluation's status once it has ended."""
     status: dict[str, Any] = {}
 
@@ -436,7 +436,7 @@ async def ended(http: HttpClient, url: str) -> dict[str, Any]:
         status.update(await http.get(url))
         return status["state"] in ("finished", "failed")
 
-    await until(is_over, "the evaluation's end", every_s=0.05)
+    await until(is_over, "the evaluation's end", every_s=0.05, within_s=within_s)
     return status
 
 
@@ -477,6 +477,65 @@ async def test_requested_evaluation_fails_when_its_server_moves_on(stage: Stage)
         status = await ended(http, f"{url}/{accepted['eval_id']}")
     assert status["state"] == "failed"
     assert "serves version 4" in status["error"]
+
+
+async def test_bare_checkpoint_is_evaluated_and_the_same_request_repeats_nothing(
+    stage: Stage,
+) -> None:
+    """With a real sampler of its own and no job at all."""
+    await stage.register()
+    suite = stage.tmp_path / "sums.jsonl"
+    rows = [{"problem": f"1{i}+2{i}=", "answer": str(30 + 2 * i)} for i in range(3)]
+    suite.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    body = {
+        "suite": "sums",
+        "data": {"path": str(suite)},
+        "samples_per_problem": 2,
+        "max_response_tokens": 24,
+        "budgets": [8],
+        "grader": "arithmetic",
+        "checkpoint": "assets/tiny-dsv4",
+        "deadline_s": 50.0,
+    }
+    async with stage.evaluator() as running, HttpClient() as http:
+        url = f"{running.url}/v1/evals"
+        accepted = await http.post(url, body)
+        status = await ended(http, f"{url}/{accepted['eval_id']}", within_s=50)
+        assert status["state"] == "finished", status["error"]
+        assert [one["budget"] for one in status["result"]["budgets"]] == [8, 24]
+        num_graded = stage.reward.num_graded
+        again = await http.post(url, body)
+        repeated = await ended(http, f"{url}/{again['eval_id']}", within_s=50)
+        assert repeated["result"]["per_problem_correct"] == status["result"]["per_problem_correct"]
+        assert (again["eval_id"], stage.reward.num_graded) == (accepted["eval_id"], num_graded)
+    samples = stage.tmp_path / "runs" / "offline" / "evals"
+    header, results = read_samples(next(samples.glob("c*.sums.jsonl")))
+    assert (header.budgets, len(results)) == ([8], 3)
+    assert stage.rollout.requests == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"checkpoint": "tests"}, "neither config.json nor manifest.json"),
+        ({"checkpoint": "/etc"}, "outside the data roots"),
+        ({"checkpoint": "assets/tiny-dsv4", "replica": "rollout-1"}, "not both"),
+        (
+            {"checkpoint": "assets/tiny-dsv4", "data": {"prompt_format": "thinking"}},
+            "has no token",
+        ),
+    ],
+)
+async def test_checkpoint_that_cannot_be_evaluated_is_refused(
+    stage: Stage, change: dict[str, Any], words: str
+) -> None:
+    job = await stage.announce_job()
+    assert job.eval is not None
+    data = {"path": job.eval.data.path, **change.pop("data", {})}
+    body = {"suite": "x", "data": data, "max_response_tokens": 8, **change}
+    async with stage.evaluator() as running, HttpClient() as http:
+        with pytest.raises(Exception, match=words):
+            await http.post(f"{running.url}/v1/evals", body)
 
 
 @pytest.mark.parametrize(

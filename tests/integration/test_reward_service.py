@@ -344,7 +344,7 @@ async def test_one_and_many_are_graded_over_http(service: Service) -> None:
             {"response": "1", "gold": "1", "grader": "nope"},
             422,
             "items.0.grader",
-            "no 'nope'; there are aime, arithmetic, math",
+            "no 'nope'; there are aime, arithmetic, code, dapo, format, gsm8k, math",
         ),
         ({"response": "1", "gold": "1", "timeout_s": 61}, 422, "items.0.timeout_s", "exceeds 60"),
         (

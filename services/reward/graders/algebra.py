@@ -7,6 +7,7 @@ Loaded in pool workers only: sympy is heavy, and what it is asked here may never
 """
 
 import logging
+import math
 import re
 from fractions import Fraction
 from functools import lru_cache
@@ -34,6 +35,7 @@ _MIXED = ("-1.4142135623730950", "0.5772156649015328", "-2.6457513110645905")
 _TURNED = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?)\s*[({]?\s*(\d+(?:\.\d+)?)\\degree\s*[)}]?"
 )
+_DOUBLE_FACTORIAL = re.compile(r"(?<![\d.])(\d{1,3})!!(?!!)")
 _CONFIG = [LatexExtractionConfig()]
 
 
@@ -93,8 +95,14 @@ def read_expression(text: str) -> Basic | MatrixBase | None:
     """What math-verify makes of LaTeX; None when it cannot."""
     latex = _TURNED.sub(r"\1(\\frac{\2\\pi}{180})", text).replace("\\degree", "")
     latex = latex.replace("\\percent", "\\%").replace("\\cr", "\\\\")
+    latex = _DOUBLE_FACTORIAL.sub(_double_factorial, latex)
     found = parse(f"${latex}$", _CONFIG, fallback_mode="no_fallback", parsing_timeout=None)
     return _with_imaginary_unit(found[0]) if found else None
+
+
+def _double_factorial(match: re.Match[str]) -> str:
+    """5!! is 5 * 3 * 1; math-verify takes it for (5!)!."""
+    return f"({math.prod(range(int(match[1]), 0, -2))})"
 
 
 def _with_imaginary_unit(value: Basic | MatrixBase) -> Basic | MatrixBase:

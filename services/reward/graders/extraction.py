@@ -6,7 +6,8 @@ r"""Which part of a response is its answer. The rules, in order:
    (`Answer: ...`, `**Final answer:** ...`), "final answer is 5" and GSM8K's `#### ...`. The one
    that begins last wins, so hedging does not pay, and a box on an `Answer:` line is its answer.
 3. Boxes joined by nothing but a comma, "and" or "or" are one list of answers.
-4. A strict statement that is empty or never ends is no answer, and earlier ones do not replace it.
+4. A strict statement that is empty or never ends is no answer, and earlier ones do not replace it;
+   nor is a box that the words before it deny ("not \boxed{5}").
 5. Without a strict statement, the last "answer is ..." counts up to the end of its sentence.
 6. A response that is one line with nothing but a number or one formula is its own answer.
 
@@ -31,6 +32,7 @@ _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 _PROSE = re.compile(
     r"(?<![A-Za-z])answer[ \t]{1,3}(?:is|equals|will be|must be)[ \t]", re.IGNORECASE
 )
+_DENIED = re.compile(r"(?:\b(?:not|never)|n't|\\neq?|≠)[\s$*(:]*$", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
 _CLAUSE_END = re.compile(r",(?=\s+(?!and\b|or\b)[A-Za-z]{2})|;(?=\s)")
 _JOIN = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or)\b)[\s$]*", re.IGNORECASE)
@@ -73,6 +75,15 @@ def find_answer(response: str) -> Answer:
     return _tagged(text, tags[-1].end())
 
 
+def count_statements(response: str) -> int:
+    """Boxes, labels and tags of the final part; a box within a label or a tag is not one more."""
+    text = _final_part(response)
+    places = [match.start() for match in _BOX.finditer(text)]
+    outer = [match.end() for pattern in (_LABEL, _TAG) for match in pattern.finditer(text)]
+    inner = sum(any(not text[end:place].strip("$*_ \n(\\[") for end in outer) for place in places)
+    return len(places) + len(outer) - inner
+
+
 def _final_part(response: str) -> str:
     ends = list(_REASONING_END.finditer(response))
     text = response[ends[-1].end() :] if ends else response
@@ -83,6 +94,8 @@ def _final_part(response: str) -> str:
 
 def _boxed(text: str, starts: list[int]) -> Answer:
     """The last box, and those joined to it by a comma, "and" or "or"."""
+    if _DENIED.search(text[max(0, starts[-1] - MAX_JOIN_CHARS) : starts[-1]]):
+        raise NoAnswer("a box that the text denies")
     content, _ = _box_content(text, starts[-1])
     contents, right = [content], starts[-1]
     for start in reversed(starts[-MAX_JOINED_BOXES:-1]):

@@ -72,7 +72,7 @@ _BASE = re.compile(r"(\d[\dA-F]*)_\s*(?:\{\s*(\d+)\s*\}|(\d+))")
 _TEXT_UNIT = re.compile(_TEXT.pattern + r"\s*(?:\^\s*\{?\s*(\d)\s*\}?)?$")
 _WORD_UNIT = re.compile(
     r"([-+]?\s*[\d./]*\d\.?(?:\s\d+/\d+)?|[-+]?\\frac\{[^{}]*\}\{[^{}]*\})"
-    r"(\s*)([A-Za-z]{2,}[A-Za-z./ ]*?)\s*(?:\^\s*\{?\s*(\d)\s*\}?)?"
+    r"(\s*)([A-Za-z](?:[A-Za-z./ ]*[A-Za-z.])?)\s*(?:\^\s*\{?\s*(\d)\s*\}?)?"
 )
 _LETTERS = re.compile(r"[A-Za-z](?:[A-Za-z' -]*[A-Za-z])?")
 _CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
@@ -94,6 +94,12 @@ _NO_UNIT = re.compile(r"\b(?:or|and|not|no|to|if|but|than|more|less|most|least|a
 _CHOSEN = re.compile(
     r"(?:\\(?:text|textbf|mathbf|mathrm|textrm)\s*\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\)|([A-J])[.:)])(.+)"
 )
+_SECOND_CHOICE = re.compile(
+    r"\s*(?:,|;|/|&|\\&|and\b|or\b|\\text\s*\{\s*,?\s*(?:and|or)|\\(?:lor|vee|land|wedge)(?![a-z]))"
+    r"|.*(?:\([A-J]\)|\\(?:text|textbf|mathbf|mathrm|textrm)\s*\{\s*\(?[A-J]\)?\s*\})"
+)
+_CAPITALS = re.compile(r"[A-Z]{2,}")
+_BARE_UNITS = {"m", "g", "s", "h", "l", "L", "N", "J", "W", "V", "K"}
 _FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "arc", "log", "exp", "sqrt", "mod", "frac")
 
 
@@ -191,9 +197,14 @@ def _plus_minus(text: str, depth: int) -> Group | None:
 
 
 def split_choice(text: str) -> tuple[str, str]:
-    """Letter and value of an answer to a multiple-choice question that gives both, or nothing."""
+    """Letter and value of an answer to a multiple-choice question that gives both, or nothing.
+
+    Two letters are two answers: `(A) and (B)` chooses none.
+    """
     match = _CHOSEN.fullmatch(text)
-    return (match[1] or match[2] or match[3], match[4].strip()) if match else ("", "")
+    if match is None or _SECOND_CHOICE.match(match[4]):
+        return "", ""
+    return match[1] or match[2] or match[3], match[4].strip()
 
 
 def read_leaf(text: str) -> Leaf:
@@ -209,8 +220,13 @@ def read_leaf(text: str) -> Leaf:
     inner = _TEXT.sub(lambda match: match[1], value).strip()
     choice = _CHOICE.fullmatch(inner)
     inner = choice[1] if choice else inner
+    if inner != value and (number := read_number(inner)) is not None:  # \text{5}
+        return Leaf(text, inner, number)
     if _LETTERS.fullmatch(inner):
-        return _words(text, inner, is_textual=_TEXT.search(value) is not None or " " in inner)
+        # Capitals are points, words or matrices: AB is not BA.
+        is_textual = _TEXT.search(value) is not None or " " in inner
+        is_textual |= _CAPITALS.fullmatch(inner) is not None
+        return _words(text, inner, is_textual=is_textual)
     if _PROSE.search(value):  # math-verify would read over it: `13 \\text{ or more}`
         return _words(text, inner)
     return Leaf(text, value, None, unit, is_percent)
@@ -242,6 +258,8 @@ def _without_unit(text: str) -> tuple[str, str, bool]:
 
 def _is_unit(words: str, *, is_apart: bool) -> bool:
     """`5cm` and `13 apples`, but neither `2xy` nor `2 sin x`: letters may be symbols."""
+    if is_apart and (words in _BARE_UNITS or (words[0] in _BARE_UNITS and "/" in words)):
+        return True
     first = words.lower().split()[0].rstrip(".")
     if first in _SHORT_UNITS or first.removesuffix("s") in _UNIT_NAMES:
         return True
@@ -286,6 +304,17 @@ def right_side(text: str) -> str:
     """What follows the last equals sign outside all braces, or nothing."""
     tail = _without_groups(text).rpartition("=")
     return text[-len(tail[2]) :].strip() if tail[1] and tail[2].strip() else ""
+
+
+def earlier_sides(text: str) -> list[str]:
+    """What stands before the last equals sign, between the others."""
+    tail = _without_groups(text).rpartition("=")[2]
+    head = text[: len(text) - len(tail) - 1]
+    places = [place for place, char in enumerate(_without_groups(head)) if char == "="]
+    return [
+        head[begin:end].strip()
+        for begin, end in zip([0, *(p + 1 for p in places)], [*places, len(head)], strict=True)
+    ]
 
 
 def _without_groups(text: str) -> str:

@@ -17,6 +17,10 @@ Grader = Callable[[str, str], Score | Unparseable]
 BUILT_IN: dict[str, str] = {
     "math": "services.reward.graders.math:grade",
     "aime": "services.reward.graders.aime:grade",
+    "gsm8k": "services.reward.graders.integers:grade",
+    "dapo": "services.reward.graders.integers:grade",
+    "code": "services.reward.graders.code:grade",
+    "format": "services.reward.graders.format:grade",
     "arithmetic": "services.reward.graders.arithmetic:grade",
 }
 HEAVY = {"math"}  # takes half a second to import, and so is loaded when first needed

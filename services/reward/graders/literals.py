@@ -1,7 +1,8 @@
 r"""Numbers written out: exact values without algebra, whatever their size.
 
-`3/4`, `-0.25`, `3\frac{1}{2}`, `1.5e3`, `6.02\times 10^{23}` become fractions; floats never appear,
-so tiny differences count. Integers beyond `MAX_DIGITS` are compared digit by digit.
+`3/4`, `-0.25`, `3\frac{1}{2}`, `0.\overline{3}`, `1.5e3`, `6.02\times 10^{23}` become fractions;
+floats never appear, so tiny differences count. Integers beyond `MAX_DIGITS` are compared digit by
+digit.
 """
 
 import re
@@ -13,6 +14,7 @@ MAX_DIGITS = 4000
 _DECIMAL = re.compile(r"(\d*)(?:\.(\d*))?(?:[eE]([+-]?\d{1,4}))?")
 _FRACTION = re.compile(r"(?:\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}|([\d.]+)\s*/\s*([\d.]+))")
 _MIXED = re.compile(r"(\d+)\s*(?:\\frac\s*\{(\d+)\}\s*\{(\d+)\}|\s(\d+)\s*/\s*(\d+))")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _SCIENTIFIC = re.compile(
     r"([\d.]+)\s*(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([+-]?\d{1,4})\s*\}|(\d))"
 )
@@ -102,6 +104,10 @@ def _exact(body: str) -> Fraction | None:
             read_number((match[2] or match[4]).strip()),
         )
         return _quotient(over_, under_)
+    if match := _REPEATING.fullmatch(body):
+        fixed, period = match[2], match[3] or match[4]
+        whole = Fraction(int((match[1] or "0") + fixed), 10 ** len(fixed))
+        return whole + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
     if match := _SCIENTIFIC.fullmatch(body):
         mantissa = _decimal(match[1])
         if mantissa is not None and mantissa.value is not None:

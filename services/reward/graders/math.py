@@ -10,8 +10,10 @@ What counts as the answer: `extraction.py`. How an answer is compared with the g
 * Several answers (commas, "and", "or", plus-minus, sets) must match one to one, in any order: one
   of two is wrong, and so is hedging ("13 or 14"). Pairs, intervals and matrices keep their order,
   intervals their open and closed ends.
-* `x = 5` is 5. `x = 5` is not `y = 5`. Of a chain of equations the last right side counts.
-* Clock times are texts; ratios with other denominators (`2:4`) may be reduced.
+* `x = 5` is 5. `x = 5` is not `y = 5`. Of a chain of equations the last right side counts, unless
+  an earlier side is another number: `13 = 14` is neither.
+* Clock times are texts, and `7:05 pm` is also 19:05; ratios with other denominators (`2:4`) may be
+  reduced.
 * Words and choices ignore case and `\text`: `\text{(B)}` is B. Of an answer that gives letter and
   value, `\text{(B)}\ 5`, the letter is compared where the gold is one, else the value.
 * Everything else is algebra (`algebra.py`).
@@ -20,6 +22,7 @@ An answer that is found but cannot be read is `unparseable`. One too large to ev
 (`screen.py`) when the gold is not. A gold that cannot be read is an error, never a zero.
 """
 
+import re
 from functools import lru_cache
 
 from services.reward.graders.algebra import refuse_large_gold, same_by_verify, same_value
@@ -30,6 +33,7 @@ from services.reward.graders.forms import (
     Group,
     Leaf,
     Unreadable,
+    earlier_sides,
     is_relation,
     read_form,
     right_side,
@@ -41,6 +45,8 @@ from services.reward.graders.screen import TooLarge
 from shared.messages import Score, Unparseable
 
 MAX_EXTRACTED_CHARS = 200
+
+_SYMBOL = re.compile(r"(?<!\\)(?<![a-zA-Z])[a-zA-Z]")
 
 
 def grade(response: str, gold: str) -> Score | Unparseable:
@@ -178,8 +184,14 @@ def same_leaf(gold: Leaf, answer: Leaf) -> bool:
         return _same_percent(gold.number, answer.number, gold, answer)
     last_side = right_side(answer.value)
     if last_side and not is_relation(gold.value):
-        return same(gold, read_form(last_side))
+        return same(gold, read_form(last_side)) and _is_true_chain(gold, answer.value)
     return same_value(gold, answer)
+
+
+def _is_true_chain(gold: Leaf, chain: str) -> bool:
+    """Whether no earlier side of a chain of equations is another number: `13 = 14` hedges."""
+    constants = [side for side in earlier_sides(chain) if side and not _SYMBOL.search(side)]
+    return all(same(gold, read_form(side)) for side in constants)
 
 
 def _settled_by_words(gold: Leaf, answer: Leaf) -> bool:
@@ -203,7 +215,16 @@ def _same_clock(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
     if not gold or not answer:
         return False
     left, right = [tuple(int(part or 0) for part in clock[:3]) for clock in (gold, answer)]
+    is_24_hours = max(left[0], right[0]) > 12 or min(left[0], right[0]) == 0
+    if bool(gold[3]) != bool(answer[3]) and is_24_hours:
+        return _hours_24(left, gold[3]) == _hours_24(right, answer[3])
     if left == right:
         return gold[3] == answer[3] or not (gold[3] and answer[3])
     is_time = any(len(clock[1]) == 2 or clock[2] or clock[3] for clock in (gold, answer))
     return not is_time and left[0] * right[1] == left[1] * right[0] != 0
+
+
+def _hours_24(time: tuple[int, ...], half: str) -> tuple[int, ...]:
+    """A time of day on the 24 hour clock; `half` is a, p or nothing."""
+    hour = time[0] % 12 + (12 if half == "p" else 0) if half else time[0]
+    return hour, *time[1:]

@@ -32,6 +32,7 @@ from services.rollout.engine.weights import (
     check_effective,
     check_replicas,
     read_canonical,
+    read_version,
     receive_version,
     run_probe,
 )
@@ -40,6 +41,7 @@ from services.rollout.models.deepseek_v4_trace import traced_states
 from services.rollout.models.deepseek_v4_weights import derive
 from shared.channel import Request, SyncChannel
 from shared.errors import ChannelClosed
+from shared.models.deepseek_v4.checkpoint import load_release
 from shared.parity.trace import Traced, TraceRequest
 from shared.process import die_with_parent
 from shared.quant.activation import ActivationQuant, embedded_rounding
@@ -119,6 +121,21 @@ class EmbeddedEngine:
         }
         return result, ended
 
+    def load(self, source: Path, policy_version: int) -> str:
+        """Serve a release directory, or a version's folder, of this disk; its checksum.
+
+        `WeightsCorrupt` or `CheckpointInvalid` names the tensor or the shard that is off.
+        """
+        manifest = source / MANIFEST_FILE
+        if manifest.is_file():
+            canonical = read_version(Manifest.model_validate_json(manifest.read_bytes()), source)
+        else:
+            canonical = load_release(source, self.spec.arch)
+        version = build_version(policy_version, self.spec.arch, canonical, build=self._build)
+        check_effective(self.spec.arch, version)
+        self.scheduler.switch(version, "in_place")
+        return version.checksum
+
     def score(
         self, sequences: list[list[int]], temperature: float, policy_version: int | None
     ) -> tuple[int, list[np.ndarray]]:
@@ -183,6 +200,7 @@ class _Loop:
             "trace": self._trace,
             "receive": self._receive,
             "activate": self._activate,
+            "load": self._load,
             "pause": self._pause,
             "continue": self._continue,
             "stop": self._stop,
@@ -284,6 +302,11 @@ class _Loop:
         activation.result["resume_s"] = time.monotonic() - activation.resumes_since_s
         self._activation = None
         self._channel.reply(activation.request_id, activation.result)
+
+    def _load(self, request: Request) -> None:
+        version = request.payload["policy_version"]
+        checksum = self._engine.load(Path(request.payload["source"]), version)
+        self._channel.reply(request.id, {"checksum": checksum})
 
     def _pause(self, request: Request) -> None:
         self._engine.paused = True

@@ -123,6 +123,12 @@ class Engine:
         self.policy_version, self.checksum = result.version, result.effective_checksum
         return result
 
+    async def load_from(self, source: Path, policy_version: int, *, timeout_s: float) -> None:
+        """Serve weights of this disk (`source` is absolute); RemoteError says what is wrong."""
+        payload = {"source": str(source), "policy_version": policy_version}
+        answer = await self._channel.request("load", payload, timeout_s=timeout_s)
+        self.policy_version, self.checksum = policy_version, answer["checksum"]
+
     async def pause(self) -> None:
         await self._channel.request("pause", timeout_s=CALL_S)
 

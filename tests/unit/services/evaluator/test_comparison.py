@@ -1,6 +1,8 @@
 """Comparisons of evaluations: how often they cry wolf, and what they call coverage."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from services.evaluator.trend import describe_trend, trend
 from shared.messages import Score
 
 N = 8
+REAL = Path("tests/fixtures/evals/tiny_arithmetic.json")
 
 
 def evaluation(
@@ -65,6 +68,20 @@ def test_two_evaluations_of_one_version_rarely_differ(difficulty: str) -> None:
     assert alarms <= 10
 
 
+def test_halves_of_real_samples_rarely_differ() -> None:
+    """The tiny policy's own samples, dealt into two halves 200 times."""
+    right_PN = np.array(json.loads(REAL.read_text())["right"])
+    rng = np.random.default_rng(12)
+    half = right_PN.shape[1] // 2
+    alarms = 0
+    for _ in range(200):
+        dealt_PN = rng.permuted(right_PN, axis=1)
+        difference_P = (dealt_PN[:, :half].sum(1) - dealt_PN[:, half:].sum(1)) / half
+        alarms += sign_flip_p(difference_P) <= LEVEL
+    assert alarms <= 10
+    assert 0.1 < right_PN.mean() < 0.9  # problems on which versions could differ
+
+
 def test_a_real_change_is_found() -> None:
     rng = np.random.default_rng(13)
     p = rng.beta(2, 3, 60)
@@ -111,6 +128,9 @@ def test_ratio_of_unequal_problems_has_an_interval_over_problems() -> None:
     assert found.mean == pytest.approx(15 / 25)
     assert found.low < found.mean < found.high
     assert np.isnan(ratio_interval(over, np.zeros(40)).mean)
+    few = ratio_interval(np.zeros(40), np.array([1.0] * 5 + [0.0] * 35))
+    assert (few.mean, few.low) == (0.0, 0.0)
+    assert few.high == pytest.approx(1 - 0.025 ** (1 / 5))
 
 
 def test_trend_is_the_slope_of_the_means_and_its_interval_covers_the_truth() -> None:

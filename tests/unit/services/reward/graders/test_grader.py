@@ -4,11 +4,12 @@ import sys
 import pytest
 
 from services.reward.graders.grader import BUILT_IN, addresses, load_grader
+from shared import job_reward
 
 
 def test_every_built_in_grader_loads() -> None:
     graders = {name: load_grader(address) for name, address in BUILT_IN.items()}
-    assert set(graders) == {"math", "aime", "arithmetic"}
+    assert set(graders) == set(job_reward.BUILT_IN)
     assert graders["arithmetic"]("1", "1").value == 1.0  # type: ignore[union-attr]
 
 

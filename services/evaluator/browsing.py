@@ -1,0 +1,112 @@
+"""Finished evaluations over HTTP: pages for people, the same comparison as JSON."""
+
+import asyncio
+from dataclasses import asdict
+from typing import Any, cast
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import HTMLResponse
+
+from services.evaluator import pages
+from services.evaluator.archive import Archive, Finished, NoEvaluation
+from services.evaluator.comparison import NotComparable, Verdict
+
+_UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "no such evaluation"}}
+_PAIR = _UNKNOWN | {422: {"description": "the two have no problem in common"}}
+
+router = APIRouter(tags=["evaluations"])
+
+
+@router.get("/evals", response_class=HTMLResponse)
+async def index(request: Request) -> HTMLResponse:
+    """All finished evaluations, their trends, and a choice of two to compare."""
+    return await _page(_index, _archive(request))
+
+
+@router.get("/evals/compare", response_class=HTMLResponse, responses=_PAIR)
+async def compare(before: str, after: str, request: Request) -> HTMLResponse:
+    """Two evaluations, each named job/evaluation: what changed, what was gained and lost."""
+    return await _page(_comparison, _archive(request), before, after)
+
+
+@router.get("/evals/{job_id}/{stem}", response_class=HTMLResponse, responses=_UNKNOWN)
+async def evaluation(job_id: str, stem: str, request: Request) -> HTMLResponse:
+    return await _page(_evaluation, _archive(request), job_id, stem)
+
+
+@router.get("/evals/{job_id}/{stem}/{row}", response_class=HTMLResponse, responses=_UNKNOWN)
+async def problem(job_id: str, stem: str, row: int, request: Request) -> HTMLResponse:
+    """Every sample of one problem: text, extracted answer, verdict."""
+    return await _page(_problem, _archive(request), job_id, stem, row)
+
+
+@router.get("/v1/evals/compare", responses=_PAIR)
+async def comparison(before: str, after: str, request: Request) -> dict[str, Any]:
+    """The comparison's numbers; problems are named by their rows."""
+    found = await _off_the_loop(_archive(request).compare, before, after)
+    return {
+        "before": before,
+        "after": after,
+        "num_problems": len(found.pairs),
+        "changes": [
+            {**asdict(one), "is_significant": one.is_significant} for one in found.changes.values()
+        ],
+        "verdict": found.verdict,
+        "gained": [pair.after.row for pair in found.gained],
+        "lost": [pair.after.row for pair in found.lost],
+    }
+
+
+def _index(archive: Archive) -> str:
+    found = archive.all()
+    jobs = list(dict.fromkeys(one.job_id for one in found))
+    trends = {job_id: archive.trends(job_id) for job_id in jobs}
+    verdicts: dict[str, dict[str, Verdict]] = {
+        job_id: {
+            suite: archive.compare(versions[0].name, versions[-1].name).verdict
+            for suite, (versions, line) in suites.items()
+            if line is not None
+        }
+        for job_id, suites in trends.items()
+    }
+    return pages.index_page(found, trends, verdicts)
+
+
+def _evaluation(archive: Archive, job_id: str, stem: str) -> str:
+    header, results = archive.samples(job_id, stem)
+    return pages.evaluation_page(archive.get(job_id, stem), header, results)
+
+
+def _problem(archive: Archive, job_id: str, stem: str, row: int) -> str:
+    for result in archive.samples(job_id, stem)[1]:
+        if result.row == row:
+            return pages.problem_page(archive.get(job_id, stem), result)
+    raise NoEvaluation(f"{job_id}/{stem} has no row {row}")
+
+
+def _comparison(archive: Archive, before: str, after: str) -> str:
+    found = archive.compare(before, after)
+    return pages.comparison_page(_named(archive, before), _named(archive, after), found)
+
+
+def _named(archive: Archive, name: str) -> Finished:
+    job_id, _, stem = name.partition("/")
+    return archive.get(job_id, stem)
+
+
+async def _page(render: Any, *given: Any) -> HTMLResponse:
+    return HTMLResponse(await _off_the_loop(render, *given))
+
+
+async def _off_the_loop(work: Any, *given: Any) -> Any:
+    """Files are read and samples resampled in a thread; what is missing is a 404."""
+    try:
+        return await asyncio.to_thread(work, *given)
+    except NoEvaluation as err:
+        raise HTTPException(404, str(err)) from err
+    except NotComparable as err:
+        raise HTTPException(422, str(err)) from err
+
+
+def _archive(request: Request) -> Archive:
+    return cast(Archive, request.app.state.archive)

@@ -1,0 +1,171 @@
+"""Programming answers: the last fenced block is run on every test, locked down (`sandbox.py`).
+
+The gold is JSON: {"inputs": ["2 3\\n"], "outputs": ["5\\n"]} for programs that read and print, with
+"function": "add" and argument lists as inputs for functions. All tests must pass for a 1; a program
+that fails, prints something else or takes too long earns 0. Expected outputs never enter its
+process.
+"""
+
+import contextlib
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from services.reward.graders import sandbox
+from shared.messages import Score, Unparseable
+
+CPU_S, WALL_S = 4, 6.0  # of one test
+MEMORY_BYTES = 512 * 2**20
+FILE_BYTES = 16 * 2**20
+MAX_TESTS = 100
+TOLERANCE = 1e-6  # of numbers that a function returns or a program prints
+
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_REASONING_END = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tests:
+    inputs: list[Any]
+    outputs: list[Any]
+    function: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How a program ended: what it printed or returned, or why it has failed."""
+
+    printed: str = ""
+    value: Any = None
+    failure: str = ""
+
+
+def grade(response: str, gold: str) -> Score | Unparseable:
+    """1 if every test passes. ValueError: the gold has no tests; OSError: no lock-down here."""
+    tests = _read_gold(gold)
+    blocks = _BLOCK.findall(response.rpartition(_REASONING_END)[2])
+    if not blocks:
+        return Unparseable(reason="no fenced block of code")
+    code = blocks[-1]
+    for number, (given, expected) in enumerate(zip(tests.inputs, tests.outputs, strict=True), 1):
+        ended = _run(code, given, tests.function)
+        if ended.failure or not _passes(ended, expected, tests.function):
+            why = ended.failure or "another result"
+            return Score(value=0.0, extracted=code[:200], reason=f"test {number}: {why}")
+    return Score(value=1.0, extracted=code[:200], reason=f"{len(tests.inputs)} tests passed")
+
+
+def _read_gold(gold: str) -> _Tests:
+    try:
+        found = json.loads(gold)
+        tests = _Tests(
+            found["inputs"], found["outputs"], found.get("function") or found.get("fn_name")
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise ValueError(f"the gold holds no tests: {err!r}") from err
+    if not 0 < len(tests.inputs) == len(tests.outputs) <= MAX_TESTS:
+        sizes = f"{len(tests.inputs)} inputs, {len(tests.outputs)} outputs"
+        raise ValueError(f"the gold has {sizes}; 1 to {MAX_TESTS} of each are needed")
+    return tests
+
+
+def _run(code: str, given: Any, function: str | None) -> _Ended:
+    with tempfile.TemporaryDirectory(prefix="tandem-code-") as folder:
+        request = {
+            "code": code,
+            "folder": folder,
+            "stdin": given if function is None else "",
+            "function": function,
+            "arguments": given if function is not None else [],
+            "cpu_s": CPU_S,
+            "memory_bytes": MEMORY_BYTES,
+            "file_bytes": FILE_BYTES,
+        }
+        return _in_child(request, Path(folder))
+
+
+def _in_child(request: dict[str, Any], folder: Path) -> _Ended:
+    names = ("out", "errors", "result")
+    with contextlib.ExitStack() as stack:
+        out, errors, result = (stack.enter_context((folder / n).open("w+b")) for n in names)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-B", sandbox.__file__],
+                input=json.dumps(request | {"result": result.fileno()}).encode(),
+                stdout=out,
+                stderr=errors,
+                env=_ENVIRONMENT,
+                pass_fds=[result.fileno()],
+                timeout=WALL_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return _Ended(failure=f"took longer than {WALL_S:g} s")
+        if done.returncode == sandbox.LOCK_FAILED:
+            raise OSError(_text(errors).strip())
+        if done.returncode != 0:
+            return _Ended(failure=_failure(done.returncode, _text(errors)))
+        return _read(_text(out), _text(result), request["function"])
+
+
+def _text(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read(FILE_BYTES).decode(errors="replace")
+
+
+def _failure(code: int, errors: str) -> str:
+    last = errors.strip().splitlines()[-1:]
+    return f"killed by signal {-code}" if code < 0 else (last or [f"exit code {code}"])[0][:200]
+
+
+def _read(printed: str, result: str, function: str | None) -> _Ended:
+    if function is None:
+        return _Ended(printed=printed)
+    try:
+        return _Ended(printed=printed, value=json.loads(result))
+    except (ValueError, RecursionError):
+        return _Ended(failure="returned no JSON value")
+
+
+def _passes(ended: _Ended, expected: Any, function: str | None) -> bool:
+    if function is not None:
+        return _same_value(ended.value, expected)
+    return _same_text(ended.printed, str(expected))
+
+
+def _same_text(printed: str, expected: str) -> bool:
+    """Line by line without space at the ends; else word by word, numbers within `TOLERANCE`."""
+    lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected)]
+    if lines[0] == lines[1]:
+        return True
+    left, right = printed.split(), expected.split()
+    return len(left) == len(right) and all(map(_same_word, left, right))
+
+
+def _same_word(left: str, right: str) -> bool:
+    if left == right:
+        return True
+    if "." not in left or "." not in right:  # whole numbers are compared as they are written
+        return False
+    try:
+        return math.isclose(float(left), float(right), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except ValueError:
+        return False
+
+
+def _same_value(left: Any, right: Any) -> bool:
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, float) or isinstance(right, float):
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        return numbers and math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_same_value, left, right))
+    return type(left) is type(right) and bool(left == right)
