@@ -7,6 +7,7 @@ goes on where it stopped, at the next source. Blocking code for threads.
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +27,7 @@ from shared.weights.stored import StoredVersion, rebuild_shard
 
 log = structlog.get_logger()
 
+_PULLS = 3  # at the same time: writing fresh pages takes longer than the network
 _ATTEMPTS = 2  # of each source for each file
 SILENCE_S = 10.0  # a source that sends nothing for so long is given up
 _COMING_S = 0.02  # pause before a peer is asked again for what is on its way to it
@@ -40,7 +42,6 @@ class Progress:
     staged_bytes: int = 0
     pulled_bytes: int = 0
     rebuilt_shards: int = 0
-    current: Path | None = None  # the file that is being pulled
     ready: set[tuple[Kind, int]] = field(default_factory=set)
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -55,16 +56,29 @@ class Stager:
         self._folder = folder
         self._base = _usable(base, request)
         self._failed: dict[str, int] = {}  # source -> how often
+        self._lock = threading.Lock()
 
-    def bring(self, shard: ShardEntry) -> None:
-        """Have the shard's file in the folder, verified. WeightsCorrupt if no source has it."""
+    def bring_all(self) -> None:
+        """Have every shard's file in the folder, verified. WeightsCorrupt if no source has one."""
+        with ThreadPoolExecutor(_PULLS, "pull") as pulling:
+            started = [pulling.submit(self._bring, shard) for shard in self._manifest.shards]
+            try:
+                for one in started:
+                    one.result()
+            except BaseException:
+                self.progress.stopped.set()
+                pulling.shutdown(cancel_futures=True)
+                raise
+
+    def _bring(self, shard: ShardEntry) -> None:
         target = self._folder / shard_file(shard.index)
         is_here = target.exists() and target.stat().st_size == shard.num_bytes
         is_right = is_here and _file_checksum(target) == shard.checksum
         if not is_right and not self._rebuilt(shard, target):
             self._pull("shards", shard, target, shard.num_bytes, shard.checksum)
-        self.progress.staged_bytes += shard.num_bytes
-        self.progress.ready.add(("shards", shard.index))
+        with self._lock:
+            self.progress.staged_bytes += shard.num_bytes
+            self.progress.ready.add(("shards", shard.index))
 
     def _rebuilt(self, shard: ShardEntry, target: Path) -> bool:
         """Whether the shard could be made of the base and what changed."""
@@ -84,8 +98,9 @@ class Stager:
         scratch = target.with_suffix(".tmp")
         rebuilt.tofile(scratch)
         scratch.rename(target)
-        self.progress.rebuilt_shards += 1
-        self.progress.ready.add(("deltas", shard.index))
+        with self._lock:
+            self.progress.rebuilt_shards += 1
+            self.progress.ready.add(("deltas", shard.index))
         return True
 
     def _pull(
@@ -93,7 +108,6 @@ class Stager:
     ) -> None:
         """A file from the first source that has it right. One that failed is asked last."""
         failures: list[str] = []
-        self.progress.current = target
         for source in self._sources(shard) * _ATTEMPTS:
             url = f"{source.rstrip('/')}/v1/weights/{self._request.version}/{kind}/{shard.index}"
             try:
@@ -102,10 +116,10 @@ class Stager:
                     raise _wrong_bytes(kind, url, target, shard, self._manifest)
             except (HttpFailed, WeightsCorrupt) as err:
                 failures.append(str(err))
-                self._failed[source] = self._failed.get(source, 0) + 1
+                with self._lock:
+                    self._failed[source] = self._failed.get(source, 0) + 1
                 log.warning("shard_refused", kind=kind, shard=shard.index, url=url, error=str(err))
             else:
-                self.progress.current = None
                 return
         raise WeightsCorrupt("; ".join(dict.fromkeys(failures)))
 
@@ -139,7 +153,8 @@ class Stager:
 
     def _count(self, target: Path, offset: int) -> None:
         if target.exists():
-            self.progress.pulled_bytes += max(0, target.stat().st_size - offset)
+            with self._lock:
+                self.progress.pulled_bytes += max(0, target.stat().st_size - offset)
 
 
 def check_tensors(manifest: Manifest, arch: Architecture) -> None:

@@ -255,8 +255,7 @@ class Updates:
             update.folder.mkdir(parents=True, exist_ok=True)
             if update.request.group is not None:
                 await self._receive(update, update.request.group)
-            for shard in manifest.shards:
-                await asyncio.to_thread(update.stager.bring, shard)
+            await asyncio.to_thread(update.stager.bring_all)
             (update.folder / MANIFEST_FILE).write_text(manifest.model_dump_json())
         except (WeightsCorrupt, HttpFailed, OSError) as err:
             self._close(update, "failed", str(err))

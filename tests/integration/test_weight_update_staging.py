@@ -168,7 +168,8 @@ async def test_one_flipped_bit_is_named_and_nothing_is_served(
     trainer.requests.clear()
     begin(updates, trainer, 1)
     assert (await outcome(updates, 1)).state == "staged"
-    assert {shard for _, shard, _ in trainer.requests} == set(range(2, len(manifest.shards)))
+    again = {shard for _, shard, _ in trainer.requests}
+    assert {2} <= again <= set(range(2, len(manifest.shards)))
 
 
 async def test_a_transfer_that_breaks_off_goes_on_where_it_stopped(
