@@ -1,9 +1,9 @@
 """What one optimiser step changes in the published weights, and what a delta of it costs.
 
-`python -m benchmarks.delta [--steps 20] [--rates 1e-6 1e-5 1e-4] [--out FILE]`. A job of the demo's
-kind in one process: sample with the published weights, grade, one GRPO step, publish, compare with
-the version before. The second table is the speed of the codec itself, in seconds of CPU time beside
-a plain copy of the same bytes.
+`python -m benchmarks.delta [--steps 20] [--rates 1e-6 1e-5 1e-4] [--out FILE] [--plot PNG]`. A job
+of the demo's kind in one process: sample with the published weights, grade, one GRPO step, publish,
+compare with the version before. The second table is the speed of the codec itself, in seconds of
+CPU time beside a plain copy of the same bytes.
 """
 
 import argparse
@@ -20,6 +20,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before megatron is imported
 
 import numpy as np
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -225,6 +228,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--groups", type=int, default=8, help="prompts of one step")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path, help="a PNG of both shares over the steps")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
@@ -235,6 +239,8 @@ def main() -> None:
     console = Console()
     console.print(_job_table(jobs, given.steps))
     console.print(_speed_table(speed))
+    if given.plot is not None:
+        _plot(jobs, given.plot)
     if given.out is not None:
         steps = {
             str(rate): [{k: asdict(c) for k, c in step.items()} for step in changes]
@@ -258,6 +264,25 @@ def _job_table(jobs: dict[float, list[dict[str, Change]]], steps: int) -> Table:
             )
             table.add_row(f"{rate:.0e}", kind, f"{part:.1%}", *cells)
     return table
+
+
+def _plot(jobs: dict[float, list[dict[str, Change]]], path: Path) -> None:
+    """Left: FP8 codes that changed in a step. Right: bytes of all weights that a server pulls."""
+    figure = Figure(figsize=(9, 3.6), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    codes, moved = figure.subplots(1, 2)
+    for rate, changes in jobs.items():
+        steps = range(1, len(changes) + 1)
+        label = f"learning rate {rate:.0e}"
+        codes.plot(steps, [100 * one["FP8"].share_changed for one in changes], label=label)
+        moved.plot(steps, [100 * one["all"].share_moved for one in changes], label=label)
+    for axes, title in ((codes, "FP8 codes changed, %"), (moved, "bytes moved, % of all")):
+        axes.set(title=title, xlabel="optimiser step", ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(color="#e2e8f0")
+        axes.spines[["top", "right"]].set_visible(False)
+    codes.legend(frameon=False)
+    figure.savefig(path)
 
 
 def _range(shares: Sequence[float]) -> str:

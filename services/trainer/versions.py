@@ -236,5 +236,10 @@ class VersionStore:
         scratch.replace(path)
 
 
+def restore_version(folder: Path) -> None:
+    """Have the shards of `RUN/weights/vN` again; WeightsCorrupt if they cannot be had."""
+    VersionStore(folder.resolve().parent.parent).restore(int(folder.name.removeprefix("v")))
+
+
 def _checksums(manifest: Manifest) -> dict[str, str]:
     return {tensor.name: tensor.checksum for tensor in manifest.tensors}

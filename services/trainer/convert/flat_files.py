@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.trainer.versions import CHANGES_ONLY, restore_version
 from shared.models.deepseek_v4.checkpoint import CheckpointInvalid
 from shared.weights.manifest import MANIFEST_FILE, Manifest, shard_file
 
@@ -73,7 +74,12 @@ def safetensors_extents(file: Path) -> dict[str, Extent]:
 
 
 def version_extents(folder: Path) -> dict[str, Extent]:
-    """Every tensor of a published version, by its manifest."""
+    """Every tensor of a published version, by its manifest.
+
+    One that its run keeps as changes is rebuilt where it lies.
+    """
+    if (folder / CHANGES_ONLY).exists():
+        restore_version(folder)
     manifest = Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
     for shard in manifest.shards:
         _check_size(folder / shard_file(shard.index), shard.num_bytes)

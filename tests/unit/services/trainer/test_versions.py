@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.trainer.convert.flat_files import read_extent, version_extents
 from services.trainer.shard_writer import ShardWriter
 from services.trainer.versions import MAX_CHAIN, VersionStore
 from shared.errors import WeightsCorrupt
@@ -109,6 +110,16 @@ def test_any_of_the_last_fifty_can_be_had_again_to_the_byte(tmp_path: Path) -> N
     assert again.is_whole(33)
     assert not again.is_whole(34)
     assert again.versions() == kept
+
+
+def test_an_old_version_is_rebuilt_for_a_conversion(tmp_path: Path) -> None:
+    store, contents = VersionStore(tmp_path), {}
+    for version in range(4):
+        contents[version] = publish(store, version)
+        tidy(store, {version}, keep_last=50)
+    assert not store.is_whole(2)
+    (extent,) = version_extents(store.path(2)).values()
+    assert read_extent(extent).numpy().tobytes() == contents[2]
 
 
 def test_the_oldest_go_when_all_take_too_many_bytes(tmp_path: Path) -> None:
