@@ -19,6 +19,7 @@ from services.trainer.feeder import Feeder
 from services.trainer.keeper import RankKeeper, StartRanks
 from services.trainer.prompts import PromptSource
 from services.trainer.publisher import Publisher
+from services.trainer.rollback import Rollback
 from services.trainer.rounds import Rounds
 from services.trainer.sampled_routes import SampledRoutes
 from services.trainer.versions import VersionStore
@@ -45,6 +46,7 @@ class Parts:
     exporter: Exporter
     evals: Evaluations
     publisher: Publisher
+    rollback: Rollback
     feeder: Feeder
     collector: Collector
     watch: Watch
@@ -90,6 +92,7 @@ def assemble(
         update=job.update,
         http=http,
         holds=evals.holds,
+        owners=lambda: keeper.owners,
         rounds=_rounds(job, keeper, store, trainer_url),
         needed_versions=evals.needed_versions,
         canary=config.canary,
@@ -128,6 +131,7 @@ def assemble(
         exporter=exporter,
         evals=evals,
         publisher=publisher,
+        rollback=Rollback(publisher, store, **own),
         feeder=feeder,
         collector=collector,
         watch=watch,

@@ -31,7 +31,6 @@ from shared.telemetry import gauge, histogram
 
 log = structlog.get_logger()
 VERSION_NOTE = "policy_version"  # of the books: set where a replay made other weights
-ROLLBACK_NOTE = "rolled_back_to"  # a version, or empty
 T = TypeVar("T")
 EndState = Literal["finished", "failed", "cancelled", "paused"]
 
@@ -49,8 +48,6 @@ class Conductor:
         self._on_point = on_point
         self._ranks_version = 0  # what the ranks hold
         self._eval_request: asyncio.Task[bool] | None = None
-        self._rollback_ended = asyncio.Event()
-        self._rollback_ended.set()
 
     async def run(self) -> None:
         """Train to the end; cancel it to stop at once. Raises `JobPaused`, or what went wrong."""
@@ -65,7 +62,7 @@ class Conductor:
             await p.watch.audit()
             while p.progress.steps_left:
                 self._obey_pause()
-                await self._unless_paused(self._while_rolled_back())
+                await self._unless_paused(p.rollback.wait())
                 await self._step()
             await self._finish()
 
@@ -113,25 +110,6 @@ class Conductor:
             raise LookupError(f"version {held} is held, not {wanted}")
         return held
 
-    async def roll_back(self, version: int) -> None:
-        """Have `version` served again; the current one ends that. No step begins meanwhile.
-
-        LookupError if it cannot be had any more.
-        """
-        p = self.parts
-        current = p.publisher.current
-        if version != current and version not in p.store.versions():
-            raise LookupError(f"version {version} is not kept; kept are {p.store.versions()}")
-        target = None if version == current else version
-        p.books.keep_note(ROLLBACK_NOTE, "" if target is None else str(target))
-        await p.publisher.roll_back(target)
-        self._rollback_ended.set() if target is None else self._rollback_ended.clear()
-        log.warning("rolled_back", policy_version=version, current=current)
-        p.record.note(p.events("rolled_back", policy_version=version, current_version=current))
-
-    async def _while_rolled_back(self) -> None:
-        await self._rollback_ended.wait()
-
     # One step
 
     async def _step(self) -> None:
@@ -167,8 +145,8 @@ class Conductor:
         try:
             return await self._unless_paused(self.parts.collector.take(deadline_s=deadline_s))
         except DeadlineExceeded as err:
-            if not self._rollback_ended.is_set():  # nobody samples for training meanwhile
-                await self._unless_paused(self._while_rolled_back())
+            if self.parts.rollback.is_on:  # nobody samples for training meanwhile
+                await self._unless_paused(self.parts.rollback.wait())
                 return await self._collect()
             where = await self._whereabouts()
             raise JobPaused(f"{err} (bounds.step_deadline_s). {where}") from err
@@ -228,7 +206,7 @@ class Conductor:
         version = p.progress.policy_version
         await self._pin_evaluated()
         await p.publisher.publish(version)
-        if p.admission.max_lag == 0 and self._rollback_ended.is_set():
+        if p.admission.max_lag == 0 and not p.rollback.is_on:
             deadline_s = p.job.update.deadline_s
             serving = p.publisher.wait_served(version, deadline_s=deadline_s)
             if await self._unless_paused(serving):
@@ -343,9 +321,7 @@ class Conductor:
             p.progress.policy_version = self._ranks_version = version
             await p.exporter.export(version)
         await p.evals.restore()
-        if rolled_back := p.books.read_note(ROLLBACK_NOTE):
-            p.publisher.rolled_back_to = int(rolled_back)
-            self._rollback_ended.clear()
+        p.rollback.restore()
         await self._publish()
 
     async def _finish(self) -> None:

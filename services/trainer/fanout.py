@@ -31,11 +31,15 @@ class Fanout:
         self._max_sends = max_sends
         self._versions: dict[int, _Version] = {}
 
-    def sources(self, version: int, name: str, url: str, *, as_changes: bool) -> list[str]:
+    def sources(
+        self, version: int, name: str, url: str, *, as_changes: bool, has_owners: bool = False
+    ) -> list[str]:
         """Where server `name` (its shards at `url`, or empty) is to pull the version from.
 
         The trainer counts its sends of whole shards and of changes apart: they are other bytes.
+        With owners of parts those stand for the trainer, and are no part of the answer.
         """
+        trainer = [] if has_owners else [self._trainer_url]
         known = self._versions.setdefault(version, _Version())
         direct = known.direct.setdefault(as_changes, set())
         peers = sorted(
@@ -48,10 +52,10 @@ class Fanout:
         )
         if not peers or name in direct or len(direct) < self._max_sends:
             direct.add(name)
-            found = [self._trainer_url, *(one.url for one in peers)]
+            found = [*trainer, *(one.url for one in peers if trainer)]
         else:
             peers[0].num_children += 1
-            found = [*(one.url for one in peers), self._trainer_url]
+            found = [*(one.url for one in peers), *trainer]
         if url:
             known.holders[name] = _Holder(url, as_changes)
         return found

@@ -60,6 +60,7 @@ class RankKeeper:
         self._is_closed = False
         self._restarts = 0
         self._turn = asyncio.Lock()
+        self.owners: list[str] = []  # where ranks serve their parts of versions
         self.replayed: dict[int, dict[str, Any]] = {}  # what a replay answered, by step
 
     async def restore(self) -> None:
@@ -88,7 +89,9 @@ class RankKeeper:
         self, policy_version: int, path: Path, base: Path | None = None
     ) -> dict[str, Any]:
         async with self._turn:
-            return await self._insist(lambda ranks: ranks.export(policy_version, path, base))
+            answer = await self._insist(lambda ranks: ranks.export(policy_version, path, base))
+        self.owners = list(answer.get("owners", ()))
+        return answer
 
     async def send(self, path: Path, groups: Sequence[GroupTransfer]) -> str:
         """Broadcast an exported version to servers; what went wrong, or nothing."""
@@ -178,6 +181,7 @@ class RankKeeper:
 
     async def _drop_ranks(self) -> None:
         ranks, self._ranks = self._ranks, None
+        self.owners = []
         if ranks is not None:
             await ranks.stop()
 

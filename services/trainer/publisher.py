@@ -11,6 +11,7 @@ commit of a version goes alone (the canary): a version that no server accepts re
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 
@@ -30,7 +31,7 @@ from shared.errors import DeadlineExceeded, HttpFailed, TandemError, WeightsCorr
 from shared.http import HttpClient
 from shared.job import UpdateSection
 from shared.messages import WeightsAnnounced
-from shared.registry import Replica, live_replicas
+from shared.registry import Replica, live_replicas, register
 from shared.tasks import end, wait_for_event
 from shared.telemetry import counter, gauge, now_s
 from shared.weights.manifest import Manifest
@@ -58,6 +59,7 @@ class Publisher:
         record: EventLog,
         events: EventMaker,
         holds: Callable[[], Mapping[str, int]],
+        owners: Callable[[], list[str]] = list,
         rounds: Rounds | None = None,
         needed_versions: Callable[[], Collection[int]] = tuple,
         canary: bool = True,
@@ -75,6 +77,7 @@ class Publisher:
         self._record = record
         self._events = events
         self._holds = holds
+        self._owners = owners
         self._rounds = rounds
         self._needed_versions = needed_versions
         self._canary = canary
@@ -277,17 +280,39 @@ class Publisher:
         as_changes = manifest.delta is not None and manifest.delta.base_version == served
         url, group = server.record.shards_url, None
         if self._rounds is not None and not as_changes:
-            owners = max((shard.part for shard in manifest.shards), default=0) + 1
-            group = await self._rounds.join(version, server.name, num_owners=owners)
+            group = await self._rounds.join(version, server.name, num_owners=manifest.num_parts)
+        owners = await self._registered_owners(manifest)
         return BeginUpdate(
             job_id=self._job_id,
             version=version,
             base_version=served if as_changes else None,
             manifest=manifest if as_changes else manifest.without_delta(),
-            sources=self._fanout.sources(version, server.name, url, as_changes=as_changes),
+            sources=self._fanout.sources(
+                version, server.name, url, as_changes=as_changes, has_owners=bool(owners)
+            ),
+            owners=owners,
             group=group,
             is_rollback=served is not None and served > version,
         )
+
+    async def _registered_owners(self, manifest: Manifest) -> list[str]:
+        """Where the ranks serve their parts; servers pull from registered peers only."""
+        urls = self._owners()
+        if len(urls) < manifest.num_parts or manifest.num_parts == 1:
+            return []
+        for part, url in enumerate(urls):
+            name = f"{self._job_id}-rank-{part}"
+            record = Replica(
+                service="trainer",
+                name=name,
+                url=url,
+                pid=os.getpid(),
+                job_id=self._job_id,
+                state="serving",
+                shards_url=url,
+            )
+            await register(self._redis, record)
+        return urls
 
     async def _commit(self, update: Transaction, version: int) -> CommitResult:
         """Activate. As long as no server has accepted the version they try one at a time."""

@@ -68,7 +68,7 @@ async def kept_versions(request: Request, job_id: str) -> KeptVersions:
 async def roll_back(request: Request, job_id: str, body: RollBack) -> KeptVersions:
     """Have every free server serve an older version under its own number; training waits."""
     try:
-        await _active(request, job_id).roll_back(body.to)
+        await _active(request, job_id).parts.rollback.to(body.to)
     except LookupError as err:
         raise HTTPException(404, str(err)) from err
     return await kept_versions(request, job_id)

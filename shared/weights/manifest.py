@@ -109,6 +109,10 @@ class Manifest(_Strict):
         return sum(shard.num_bytes for shard in self.shards)
 
     @property
+    def num_parts(self) -> int:
+        return max((shard.part for shard in self.shards), default=0) + 1
+
+    @property
     def delta_bytes(self) -> int:
         """What a server that holds the base pulls; all bytes if there is no delta."""
         if self.delta is None:

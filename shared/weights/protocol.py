@@ -84,7 +84,7 @@ class BeginUpdate(_Strict):
 
     @model_validator(mode="after")
     def _every_shard_has_a_source(self) -> Self:
-        parts = max((shard.part for shard in self.manifest.shards), default=0) + 1
+        parts = self.manifest.num_parts
         if not self.sources and len(self.owners) < parts:
             raise ValueError(f"no sources, and {len(self.owners)} owners of {parts} parts")
         return self

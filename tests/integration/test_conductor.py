@@ -361,8 +361,8 @@ async def test_rolled_back_job_serves_the_old_version_and_waits(
         await world.until_served(3)
         before = {version: servers[0].weights.get(version) for version in (1, 2)}
         with pytest.raises(LookupError, match="version 77 is not kept"):
-            await conductor.roll_back(77)
-        await conductor.roll_back(2)
+            await conductor.parts.rollback.to(77)
+        await conductor.parts.rollback.to(2)
         await until(lambda: all(server.version == 2 for server in servers))
         conductor.pause_asked.set()
         with pytest.raises(JobPaused, match="on request"):
@@ -379,7 +379,7 @@ async def test_rolled_back_job_serves_the_old_version_and_waits(
         assert len({server.weights[2] for server in (*servers, late)} | {before[2]}) == 1
         assert len(world.history) == trained
         assert again.parts.publisher.current is not None
-        await again.roll_back(again.parts.publisher.current)
+        await again.parts.rollback.to(again.parts.publisher.current)
         await asyncio.wait_for(running, 40)
         await again.close("finished")
         check_books(world).close()

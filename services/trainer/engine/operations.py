@@ -11,6 +11,7 @@ import torch
 
 from services.trainer import checkpoint
 from services.trainer.engine.actor import Actor, Progress
+from services.trainer.engine.own_shards import OwnShards
 from services.trainer.engine.sharing import exchange, own_tensors
 from services.trainer.export import export_version
 from services.trainer.megatron import parallel
@@ -33,6 +34,7 @@ class Operations:
         self._actor: Actor | None = None
         self._checkpoints = checkpoint.Writer()
         self._job_id = ""
+        self._shards: OwnShards | None = None
         self._handlers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "init": self._init,
             "train_step": self._train_step,
@@ -94,9 +96,11 @@ class Operations:
         return {"traced": traced.pack(), **self._state()}
 
     def _export(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """{policy_version, path, base} -> {bytes, delta_bytes, num_shards, num_tensors, seconds}.
+        """{policy_version, path, base} -> {bytes, delta_bytes, num_shards, num_tensors, seconds,
+        owners}.
 
-        `base` is the directory of an earlier version, or null.
+        `base` is the directory of an earlier version, or null. `owners` are the addresses at which
+        several ranks serve their parts, by rank.
         """
         began_s = time.perf_counter()
         actor = self.actor
@@ -112,7 +116,10 @@ class Operations:
             base=None if base is None else Path(base),
             exchange=exchange(),
         )
+        if self._shards is None and torch.distributed.get_world_size() > 1:
+            self._shards = OwnShards(Path(payload["path"]).parent)
         return {
+            "owners": [] if self._shards is None else self._shards.urls,
             "bytes": manifest.num_bytes,
             "delta_bytes": manifest.delta_bytes,
             "num_shards": len(manifest.shards),
