@@ -189,7 +189,7 @@ async def _measure_update(given: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
         root, base = Path(scratch), None
         weights = random_weights(arch, seed=0)
-        for version in range(4):
+        for version in range(3):
             base = export(arch, weights, root / str(version), version=version, base=base)
             weights = {name: _moved(one, seed=version) for name, one in weights.items()}
         del weights
@@ -205,7 +205,7 @@ async def _measure_update(given: argparse.Namespace) -> list[Row]:
                 on_change=lambda: None,
             )
             empty = anonymous_bytes(engine.pid)
-            found = [await _update(updates, engine, root, source, version) for version in range(4)]
+            found = [await _update(updates, engine, root, source, version) for version in range(3)]
             await updates.close()
         await asyncio.to_thread(source.close)
     return _update_rows(found[1:], empty, found[0])
@@ -281,7 +281,7 @@ async def _sample(engine: Engine, number: int) -> None:
         engine.new_request_id(),
         np.arange(5, 37, dtype=np.int32) + number,
         [0, 1],
-        SamplingParams(max_response_tokens=200),
+        SamplingParams(max_response_tokens=64),
         number,
     )
     await engine.generate(request, timeout_s=600.0)
@@ -316,7 +316,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def wide_architecture() -> Architecture:
-    """The demo's model, large enough for bytes to matter: about 130 MB in FP8."""
+    """The demo's model, large enough for bytes to matter: about 70 MB in FP8."""
     arch = Architecture.load(Path("assets/tiny-dsv4"))
     return replace(
         arch,
@@ -324,7 +324,7 @@ def wide_architecture() -> Architecture:
         num_hidden_layers=16,
         compress_ratios=arch.compress_ratios * 4,
         q_lora_rank=256,
-        moe_intermediate_size=512,
+        moe_intermediate_size=256,
         vocab_size=2048,
     )
 
