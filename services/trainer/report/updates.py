@@ -17,7 +17,7 @@ PHASES = {
     "pause": "#dc2626",
     "resume": "#be185d",
 }
-MAX_BARS = 24
+MAX_BARS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,11 @@ def draw_timeline(axes: "Axes", updates: list[Update]) -> None:
         if any(widths):
             axes.barh(range(len(shown)), widths, left=left, color=colour, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    names = [f"{one.policy_version}, {one.server}" for one in shown]
+    names = [f"version {one.policy_version}, {one.server}" for one in shown]
     axes.set_yticks(range(len(shown)), names, fontsize=7)
     axes.invert_yaxis()
     axes.locator_params(axis="x", integer=False)
     axes.set_xlabel("seconds since the update began")
-    axes.set_ylabel("version, server")
 
 
 def draw_shares(axes: "Axes", updates: list[Update]) -> None:
