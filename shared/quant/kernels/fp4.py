@@ -12,7 +12,7 @@ from torch import Tensor
 from shared.quant.kernels.launch import device_of, new_flag
 
 GROUP = 32
-GROUPS = 256  # of one program
+GROUPS = 64  # of one program
 PAIRS = 4096
 
 
@@ -31,7 +31,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor] | None:
                 flag,
                 count,
                 GROUPS=GROUPS,
-                num_warps=2,
+                num_warps=1,
             )
     return None if flag.item() else (packed, scale)
 
@@ -52,7 +52,7 @@ def dequantise(packed: Tensor, scale: Tensor) -> Tensor | None:
                 count,
                 WIDE_SCALE=wide,
                 GROUPS=GROUPS,
-                num_warps=4,
+                num_warps=2,
             )
     return None if flag.item() else values
 
