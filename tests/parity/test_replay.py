@@ -151,6 +151,27 @@ def test_drift_falls_where_choices_flip(
             assert alone["delta_logprob_mean"] < 0.9 * plain["delta_logprob_mean"], one
 
 
+@pytest.mark.parametrize("axis", [0, 1], ids=["token", "layer"])
+def test_routes_of_the_wrong_token_or_layer_would_be_seen(axis: int, tmp_path: Path) -> None:
+    batch, told = sampled_batch(ROUTED), new_actor(tmp_path / "release", ROUTED, routing=True)
+    right = told.train_step(batch)["delta_logprob_mean"]
+    moved = [
+        one.model_copy(update={"routes": shifted(one, told.architecture, axis)})
+        for one in batch.samples
+    ]
+    other = new_actor(tmp_path / "release", ROUTED, routing=True)
+    wrong = other.train_step(batch.model_copy(update={"samples": moved}))["delta_logprob_mean"]
+    assert wrong > 3 * right
+
+
+def shifted(one: TrainingSample, arch: Architecture, axis: int) -> bytes:
+    assert one.routes is not None
+    asked = {"routing": True, "indexer": False, "of": one.rollout_id}
+    routes = unpack_routes(one.routes, arch, len(one.token_ids) - 1, **asked)
+    assert routes.expert_ids is not None
+    return pack_routes(replace(routes, expert_ids=np.roll(routes.expert_ids, 1, axis)))
+
+
 def test_replayed_experts_are_weighed_by_the_actors_own_scores() -> None:
     """An actor told what a table says equals a model that reads the table, gradients included."""
     arch = DEMO
