@@ -38,14 +38,14 @@ class Case:
 
 
 CASES = {
-    "full": Case("FP8 sampler, actor rounds alike", (), 0.04),
-    "full-replay": Case("the same, choices replayed", REPLAY, 0.02),
+    "full": Case("actor rounds alike", (), 0.04),
+    "full-replay": Case("actor rounds alike, replaying", REPLAY, 0.02),
     "full-strict": Case("actor rounds alike, lag 0", STRICT, 0.04),
-    "full-strict-replay": Case("the same, choices replayed", (*STRICT, *REPLAY), 0.02),
-    "none": Case("FP8 sampler, actor rounds nothing", UNROUNDED, None),
-    "none-replay": Case("the same, choices replayed", (*UNROUNDED, *REPLAY), None),
-    "fp32-strict": Case("FP32 on both sides, lag 0", (*FP32, *STRICT), 1e-4),
-    "fp32": Case("FP32 on both sides, lag 1", FP32, None),
+    "full-strict-replay": Case("actor rounds alike, replaying, lag 0", (*STRICT, *REPLAY), 0.02),
+    "none": Case("actor rounds nothing", UNROUNDED, None),
+    "none-replay": Case("actor rounds nothing, replaying", (*UNROUNDED, *REPLAY), None),
+    "fp32-strict": Case("FP32 sampler and actor, lag 0", (*FP32, *STRICT), 1e-4),
+    "fp32": Case("FP32 sampler and actor, lag 1", FP32, None),
 }
 
 
@@ -102,10 +102,20 @@ def draw(found: Sequence[Found], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     for one in found:
         floor = np.maximum(one.curves.delta_mean, 1e-8)
-        axes.semilogy(one.curves.step, floor, linewidth=1.5, label=one.case.what)
+        style = "--" if set(REPLAY) <= set(one.case.changes) else "-"
+        axes.semilogy(one.curves.step, floor, style, linewidth=1.5, label=one.case.what)
     for bound in sorted({one.case.bound for one in found if one.case.bound is not None}):
         axes.axhline(bound, color="#64748b", linewidth=1, linestyle=":")
-        axes.annotate(f"{bound:g}", (1, bound), color="#64748b", va="bottom", fontsize=8)
+        axes.annotate(
+            f"{bound:g}",
+            (1, bound),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color="#64748b",
+            va="center",
+            fontsize=8,
+        )
     axes.set(xlabel="step", ylabel="mean |Δ log p| of the step's tokens")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=8.5)
     path.parent.mkdir(parents=True, exist_ok=True)
