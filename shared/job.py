@@ -251,6 +251,30 @@ class BoundsSection(Section):
     """Longest wait for one step's groups; the error says which stage they are in."""
 
 
+class AttributionSection(Section):
+    """Where the difference between sampler and trainer comes from, asked of some samples."""
+
+    every_steps: int = Field(10, ge=0)
+    """0 never asks."""
+    samples: int = Field(16, gt=0)
+    """Of the step's batch, those that are scored on every rung."""
+
+
+class PreflightSection(Section):
+    """What a job proves before its first step; beyond these bounds it does not start."""
+
+    enabled: bool = True
+    deadline_s: float = Field(300.0, gt=0)
+    """Longest wait for a server to serve the first version, and for the comparison with it."""
+    max_mean_abs_delta_logprob: float = Field(0.05, gt=0)
+    """Between a sampler and the ranks rounding alike: there a difference is a mistake. As the ranks
+    train `bounds.max_mean_abs_delta_logprob` holds."""
+    walk: bool = True
+    """Refuse also when a layer walk names a sub-module that departs."""
+    max_memory_share: float = Field(0.95, gt=0)
+    """Of the available memory that ranks and sampler may be planned to need."""
+
+
 class Job(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
     seed: int = Field(0, ge=0, lt=2**63)
@@ -266,6 +290,8 @@ class Job(Section):
     eval: EvalSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     bounds: BoundsSection = BoundsSection()
+    preflight: PreflightSection = PreflightSection()
+    attribution: AttributionSection = AttributionSection()
     cluster: ClusterSection = ClusterSection()
     tracking: TrackingSection = TrackingSection()
 

@@ -192,6 +192,9 @@ class TrainingSample(Message):
     advantage: float
     reward: float
     oldest_version: int
+    version_spans: list[VersionSpan] = Field(
+        [], description="who sampled which response tokens; empty: `oldest_version` all of them"
+    )
     routes: bytes | None = Field(
         None, description="the sampler's choices at the P + R - 1 inputs (shared/routes.py)"
     )
@@ -202,6 +205,14 @@ class TrainingSample(Message):
         if num_response != len(self.sampler_logprobs):
             raise ValueError(f"{len(self.sampler_logprobs)} logprobs, {num_response} tokens")
         return self
+
+    @property
+    def spans(self) -> list[VersionSpan]:
+        """Of all response tokens, in order."""
+        if self.version_spans or not len(self.sampler_logprobs):
+            return self.version_spans
+        num = len(self.sampler_logprobs)
+        return [VersionSpan(policy_version=self.oldest_version, num_tokens=num)]
 
 
 class TrainingBatch(Message):

@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from services.cli.attribute import attribute
 from services.cli.convert import convert
 from services.cli.demo import DemoOptions, run_demo
 from services.cli.document import read_job
 from services.cli.evaluate import evaluate
+from services.cli.explain import explain
 from services.cli.parity import parity
 from services.cli.plan import plan
 from services.cli.run import log_to, run
@@ -52,7 +54,9 @@ RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
 LOCAL_TRAINER = "http://127.0.0.1:8700"
 
 app.add_typer(weights, name="weights")
+app.command()(attribute)
 app.command()(convert)
+app.command()(explain)
 app.command()(parity)
 app.command()(plan)
 app.command("eval")(evaluate)

@@ -26,6 +26,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     400: {"description": "the body is not JSON"},
     409: {"description": "that version is not held, or the update is in another state"},
     422: {"description": "a value is out of bounds; it is named"},
+    501: {"description": "this engine cannot do it"},
     503: {"description": "no engine, or no weights yet"},
     504: {"description": "the deadline passed"},
 }
@@ -123,7 +124,7 @@ async def score(body: ScoreRequest, request: Request) -> ScoreResponse:
 @router.post("/trace", responses=_PROBLEMS, tags=["sampling"], response_class=Response)
 async def trace(request: Request) -> Response:
     """Inner states after every sub-module: a msgpack `TraceRequest` in, a `Traced` out."""
-    server, serving = _server(request), _serving(request)
+    server, serving = _server(request), _embedded(request)
     body = await limited_body(request, MAX_BODY_BYTES)
     asked = await asyncio.to_thread(TraceRequest.unpack, body)
     timeout_s = min(asked.timeout_s, server.config.limits.max_timeout_s)
@@ -182,6 +183,16 @@ async def commit_update(version: int, body: CommitUpdate, request: Request) -> C
     return await _serving(request, needs_weights=False).updates.commit(version, body)
 
 
+@router.post(
+    "/weights/updates/{version}/rehearse",
+    responses=_UPDATE_PROBLEMS | {500: {"description": "a commit would be refused"}},
+    tags=["weights"],
+)
+async def rehearse_update(version: int, body: CommitUpdate, request: Request) -> CommitResult:
+    """Load, restore and probe the active version once more, beside what serves."""
+    return await _embedded(request).updates.rehearse(version, body)
+
+
 @router.delete("/weights/updates/{version}", responses=_UPDATE_PROBLEMS, tags=["weights"])
 async def abort_update(version: int, request: Request) -> UpdateStatus:
     return await _serving(request, needs_weights=False).updates.abort(version)
@@ -219,6 +230,15 @@ def _serving(request: Request, *, needs_weights: bool = True) -> Serving:
     if needs_weights and server.serving.policy_version is None:
         raise HTTPException(503, "waiting for weights")
     return server.serving
+
+
+def _embedded(request: Request) -> Serving:
+    """What only the embedded engine can do; 501 for another."""
+    serving = _serving(request)
+    engine = serving.job.rollout.engine
+    if engine != "embedded":
+        raise HTTPException(501, f"engine {engine} exposes log-probabilities only")
+    return serving
 
 
 def _check_generate(body: GenerateRequest, server: RolloutServer) -> None:

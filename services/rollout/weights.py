@@ -165,6 +165,22 @@ class Updates:
         _observe(result)
         return result
 
+    async def rehearse(self, version: int, commit: CommitUpdate) -> CommitResult:
+        """Do with the bytes of the active version all that a commit does but switch: load, restore,
+        probe. Sampling stands still meanwhile, as in a commit."""
+        active, update = self._engine.policy_version, self._update
+        if version != active:
+            raise UpdateConflict(f"version {version} cannot be rehearsed: {active} is active")
+        if update is not None and update.is_open:
+            raise UpdateConflict(f"version {update.version} is {update.state}")
+        folder = self._path(version)
+        if not (folder / MANIFEST_FILE).exists():
+            raise UpdateConflict(f"the bytes of version {version} are not kept")
+        try:
+            return await self._engine.rehearse(folder, commit, timeout_s=self._deadline_s)
+        except (RemoteError, ValueError) as err:
+            raise CommitFailed(f"version {version} would be refused: {err}") from err
+
     async def abort(self, version: int) -> UpdateStatus:
         """Give a version up. What is active stays so; what is past stays as it ended."""
         update = self._of(version)

@@ -246,7 +246,7 @@ async def score(state: State, asked: ScoreRequest) -> Scores:
         raise HTTPException(409, "no job is active")
     try:
         async with asyncio.timeout(asked.timeout_s):
-            version, logprobs = await conductor.score(
+            version, logprobs = await conductor.policy.score(
                 asked.sequences, temperature=asked.temperature, policy_version=asked.policy_version
             )
     except LookupError as err:

@@ -12,11 +12,13 @@ from services.trainer.admission import Admission, Progress
 from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.collector import Collector
 from services.trainer.config import ConductorConfig
+from services.trainer.drift import DriftAttribution
 from services.trainer.evals import Evaluations
 from services.trainer.events import EventLog, EventMaker, event_maker
 from services.trainer.exports import Exporter
 from services.trainer.feeder import Feeder
 from services.trainer.keeper import RankKeeper, StartRanks
+from services.trainer.preflight.check import NUM_PROMPTS, Preflight
 from services.trainer.prompts import PromptSource
 from services.trainer.publisher import Publisher
 from services.trainer.rollback import Rollback
@@ -25,7 +27,7 @@ from services.trainer.sampled_routes import SampledRoutes
 from services.trainer.versions import VersionStore
 from services.trainer.watch import Watch
 from shared.http import HttpClient
-from shared.job import Job
+from shared.job import Job, expand_path
 from shared.weights.protocol import GroupTransfer
 
 
@@ -50,6 +52,8 @@ class Parts:
     feeder: Feeder
     collector: Collector
     watch: Watch
+    preflight: Preflight
+    drift: DriftAttribution
 
 
 def assemble(
@@ -118,6 +122,16 @@ def assemble(
         update=job.update,
         prompts=source.probe_sequences(job.update.probe_sequences),
     )
+    preflight = Preflight(
+        job=job,
+        checkpoint=expand_path(job.model.rollout_checkpoint),
+        publisher=publisher,
+        ranks=keeper,
+        http=http,
+        prompts=source.probe_sequences(NUM_PROMPTS),
+        settle_grace_s=config.settle_grace_s,
+        **own,
+    )
     return Parts(
         job_id=job_id,
         job=job,
@@ -135,6 +149,8 @@ def assemble(
         feeder=feeder,
         collector=collector,
         watch=watch,
+        preflight=preflight,
+        drift=DriftAttribution(keeper, store, settings=job.attribution, **told),
         **own,
     )
 

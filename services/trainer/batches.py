@@ -171,6 +171,7 @@ def _samples(
             advantage=float(advantage),
             reward=reward,
             oldest_version=rollout.oldest_version,
+            version_spans=rollout.version_spans,
             routes=routes,
         )
         for rollout, reward, advantage, routes in zip(

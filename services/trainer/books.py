@@ -296,6 +296,12 @@ class Books:
             raise BooksViolated(f"redo log holds steps {steps}, replay needs {expected}")
         return steps
 
+    def redo_held(self) -> list[int]:
+        """Steps whose batches are still there, oldest first."""
+        with self._lock:
+            rows = self._db.execute("SELECT step FROM redo ORDER BY step").fetchall()
+        return [int(row[0]) for row in rows]
+
     def redo_body(self, step: int) -> bytes:
         return bytes(self._one("SELECT body FROM redo WHERE step = ?", step))
 

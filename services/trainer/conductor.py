@@ -21,10 +21,12 @@ from services.trainer.batches import KeptGroup, batch_facts, build_batch
 from services.trainer.beside import running_beside
 from services.trainer.collector import StepStarved
 from services.trainer.events import follow_events
+from services.trainer.held_policy import HeldPolicy
 from services.trainer.keeper import StepRefused
 from services.trainer.publisher import VersionRefused
 from services.trainer.stopwatch import Stopwatch
 from shared.errors import DeadlineExceeded, TandemError
+from shared.messages import TrainingBatch
 from shared.registry import live_replicas
 from shared.tasks import end
 from shared.telemetry import gauge, histogram
@@ -46,7 +48,7 @@ class Conductor:
         self.parts = parts
         self.pause_asked = asyncio.Event()
         self._on_point = on_point
-        self._ranks_version = 0  # what the ranks hold
+        self.policy = HeldPolicy(parts)
         self._eval_request: asyncio.Task[bool] | None = None
 
     async def run(self) -> None:
@@ -54,6 +56,7 @@ class Conductor:
         p = self.parts
         document = p.job.model_dump(mode="json")
         p.record.note(p.events("job_started", job=document, step=p.books.last_step()))
+        await p.preflight.check_memory()
         await self._announce()
         await self._restore()
         workers = (self._follow, p.collector.run, self._offer, p.evals.run, self._watch)
@@ -83,33 +86,6 @@ class Conductor:
         p.record.close()
         p.books.close()
 
-    async def score(
-        self, sequences: Sequence[Sequence[int]], *, temperature: float, policy_version: int | None
-    ) -> tuple[int, list[list[float]]]:
-        """The version that the ranks hold, and log-probabilities [T - 1] of each sequence under it.
-
-        Raises LookupError when `policy_version` is another.
-        """
-        held = -1
-
-        def check() -> None:
-            nonlocal held
-            held = self._held(policy_version)
-
-        keeper = self.parts.keeper
-        logprobs = await keeper.score(sequences, temperature=temperature, check=check)
-        return held, logprobs
-
-    async def trace(self, request: bytes, *, policy_version: int | None) -> bytes:
-        """Inner states of the ranks, packed; LookupError when `policy_version` is another."""
-        return await self.parts.keeper.trace(request, check=lambda: self._held(policy_version))
-
-    def _held(self, wanted: int | None) -> int:
-        held = self._ranks_version
-        if wanted not in (None, held):
-            raise LookupError(f"version {held} is held, not {wanted}")
-        return held
-
     # One step
 
     async def _step(self) -> None:
@@ -123,6 +99,9 @@ class Conductor:
         if p.admission.max_lag == 0:  # what is still out was asked of a version that is now old
             await p.collector.drop(p.books.open_groups(), reason="surplus")
         await p.feeder.fill()
+        if p.drift.is_due(step):
+            with watch.part("attribute"):
+                await self._attribute(step)
         result = await self._train(step)
         self._on_point("trained")
         await p.collector.finish(groups)
@@ -179,13 +158,17 @@ class Conductor:
         self._on_point("committed")
         return step
 
+    async def _attribute(self, step: int) -> None:
+        body = await asyncio.to_thread(self.parts.books.redo_body, step)
+        await self.parts.drift.tell(await asyncio.to_thread(TrainingBatch.unpack, body))
+
     async def _train(self, step: int) -> dict[str, Any]:
         try:
             result = await self.parts.keeper.train(step)
         except StepRefused as err:
             self._undo(err)
             raise JobPaused(str(err)) from err
-        self._ranks_version = self.parts.progress.policy_version
+        self.policy.version = self.parts.progress.policy_version
         self.parts.books.keep_result(step, result)
         return result
 
@@ -295,7 +278,7 @@ class Conductor:
         except StepRefused as err:
             self._undo(err)
             raise JobPaused(str(err)) from err
-        self._ranks_version = p.progress.policy_version
+        self.policy.version = p.progress.policy_version
         for made in p.books.steps(p.progress.step):
             if made.result is None:  # the batch was durable; now the ranks have trained it
                 p.books.keep_result(made.step, await p.keeper.train(made.step))
@@ -318,11 +301,19 @@ class Conductor:
             version += 1
             log.warning("replay_made_other_weights", policy_version=version)
             p.books.keep_note(VERSION_NOTE, str(version))
-            p.progress.policy_version = self._ranks_version = version
+            p.progress.policy_version = self.policy.version = version
             await p.exporter.export(version)
+        await self._prove(version)
         await p.evals.restore()
         p.rollback.restore()
         await self._publish()
+
+    async def _prove(self, version: int) -> None:
+        """The preflight; nothing is sampled for training before it has passed."""
+        try:
+            await self._unless_paused(self.parts.preflight.run(version))
+        except DeadlineExceeded as err:
+            raise JobPaused(f"{err} (preflight.deadline_s)") from err
 
     async def _finish(self) -> None:
         """Nothing is asked any more; evaluations may still be under way."""

@@ -1,16 +1,51 @@
-"""What can be seen of the trained policy over HTTP while a job runs: its inner states."""
+"""What can be seen of the trained policy while a job runs: inner states, and drift by source."""
 
 import asyncio
 
 from fastapi import APIRouter, HTTPException, Request, Response
+from pydantic import BaseModel
 
 from services.trainer.conductor import Conductor
+from services.trainer.drift import fields_of
 from services.trainer.ranks import RanksLost
 from shared.bodies import limited_body
 from shared.errors import Rejected
 from shared.parity.trace import MAX_BODY_BYTES, MEDIA_TYPE, TraceRequest
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
+
+
+class Attributed(BaseModel):
+    """`parts` by source add up to `whole`, the mean |Δ log p| of the step's samples."""
+
+    step: int
+    policy_version: int
+    num_tokens: int
+    whole: float
+    parts: dict[str, float]
+    explained_share: float
+
+
+@router.post(
+    "/attribution",
+    responses={
+        409: {"description": "no job is active, or it has trained nothing that can be scored"},
+        503: {"description": "the ranks cannot be kept alive, or the job is ending"},
+    },
+)
+async def attribution(request: Request) -> Attributed:
+    """Where |Δ log p| of the last trained step comes from, under the weights held now."""
+    conductor: Conductor | None = request.app.state.runner.active
+    if conductor is None:
+        raise HTTPException(409, "no job is active")
+    try:
+        step, found = await conductor.policy.attribute()
+    except (LookupError, ValueError) as err:
+        raise HTTPException(409, str(err)) from err
+    except RanksLost as err:
+        raise HTTPException(503, str(err)) from err
+    version = conductor.parts.progress.policy_version
+    return Attributed(step=step, policy_version=version, **fields_of(found))
 
 
 @router.post(
@@ -36,7 +71,7 @@ async def trace(request: Request) -> Response:
         raise HTTPException(409, "no job is active")
     try:
         async with asyncio.timeout(asked.timeout_s):
-            traced = await conductor.trace(body, policy_version=asked.policy_version)
+            traced = await conductor.policy.trace(body, policy_version=asked.policy_version)
     except LookupError as err:
         raise HTTPException(409, str(err)) from err
     except ValueError as err:

@@ -8,7 +8,7 @@ Whoever asks gets an answer of ranks in that state, or an error that ends the jo
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from services.trainer.books import Books
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.ranks import RankSet, RanksLost, RanksStalled
 from shared.errors import Rejected, RemoteError, TandemError, WeightsCorrupt
+from shared.parity.trace import TraceRounding
 from shared.telemetry import counter
 from shared.weights.protocol import GroupTransfer
 
@@ -103,18 +104,26 @@ class RankKeeper:
         sequences: Sequence[Sequence[int]],
         *,
         temperature: float,
+        rounding: TraceRounding = "own",
         check: Callable[[], None] = lambda: None,
     ) -> list[list[float]]:
         """Log-probabilities [T - 1] of each sequence; `check` is called when it is our turn."""
         async with self._turn:
             check()
-            return await self._insist(lambda ranks: ranks.score(sequences, temperature))
+            return await self._insist(lambda ranks: ranks.score(sequences, temperature, rounding))
 
-    async def trace(self, request: bytes, *, check: Callable[[], int]) -> bytes:
+    async def trace(self, request: bytes, *, check: Callable[[], int] = lambda: 0) -> bytes:
         """Inner states as a packed `Traced`; `check` says at our turn which version is held."""
         async with self._turn:
             version = check()
             return await self._insist(lambda ranks: ranks.trace(request, version))
+
+    async def climb(
+        self, samples: Sequence[bytes], *, temperature: float, folders: Mapping[int, Path]
+    ) -> dict[str, list[float]]:
+        """Log p of all response tokens by rung of the attribution."""
+        async with self._turn:
+            return await self._insist(lambda ranks: ranks.climb(samples, temperature, folders))
 
     async def save(self, step: int, *, wait: bool = True) -> None:
         """Write a checkpoint, in the background unless `wait`. Once it is there, older ones, and

@@ -35,7 +35,13 @@ from shared.registry import Replica, live_replicas, register
 from shared.tasks import end, wait_for_event
 from shared.telemetry import counter, gauge, now_s
 from shared.weights.manifest import Manifest
-from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
+from shared.weights.protocol import (
+    BeginUpdate,
+    CommitResult,
+    CommitUpdate,
+    Probe,
+    UpdateStatus,
+)
 
 log = structlog.get_logger()
 NOT_READY = ("idle", "starting", "stopped")
@@ -68,6 +74,7 @@ class Publisher:
     ) -> None:
         self.current: int | None = None
         self.rolled_back_to: int | None = None
+        self.probing = True  # a preflight compares what a probe would
         self._redis = redis
         self._job_id = job_id
         self._trainer_url = trainer_url
@@ -93,8 +100,9 @@ class Publisher:
 
     async def publish(self, version: int) -> None:
         """Make `version` current: late joiners find it, and every free server gets it."""
+        if version != self.current:
+            self._announced_at_s = time.monotonic()
         self.current = version
-        self._announced_at_s = time.monotonic()
         gauge("trainer_policy_version", "The version that servers are to serve.").set(version)
         await self.announce()
         self.reconsider()
@@ -137,6 +145,14 @@ class Publisher:
     def serving(self, version: int) -> list[str]:
         """Live servers that serve exactly `version`, by name."""
         return sorted(name for name, one in self._servers.items() if one.version == version)
+
+    def probe(self, version: int) -> Probe | None:
+        """What servers must pass to serve `version`."""
+        return self._store.probe(version)
+
+    def addresses(self, version: int) -> dict[str, str]:
+        """Of live servers that serve exactly `version`, by name."""
+        return {name: self._servers[name].record.url for name in self.serving(version)}
 
     def describe(self) -> dict[str, str]:
         """What each server is at, for people: 'serving 3, held', 'updating to 4'."""
@@ -329,7 +345,7 @@ class Publisher:
         expected = self._store.effective(version)
         commit = CommitUpdate(
             pause_mode=self._update.pause_mode,
-            probe=self._store.probe(version),
+            probe=self._store.probe(version) if self.probing else None,
             effective_checksum=expected,
         )
         result = await update.commit(version, commit)

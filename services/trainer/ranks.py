@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from shared.channel import AsyncChannel, listening
 from shared.config import Part
 from shared.errors import ChannelClosed, DeadlineExceeded, TandemError
 from shared.job import Job
+from shared.parity.trace import TraceRounding
 from shared.process import die_with_parent, kill_marked, prepare_to_fork
 from shared.tasks import end
 from shared.weights.protocol import GroupTransfer
@@ -84,9 +85,15 @@ class RankSet(Protocol):
     async def send(self, path: Path, groups: Sequence[GroupTransfer]) -> str: ...
     async def save(self, step: int, path: Path, *, wait: bool) -> dict[str, Any]: ...
     async def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        rounding: TraceRounding = "own",
     ) -> list[list[float]]: ...
     async def trace(self, request: bytes, policy_version: int) -> bytes: ...
+    async def climb(
+        self, samples: Sequence[bytes], temperature: float, folders: Mapping[int, Path]
+    ) -> dict[str, list[float]]: ...
     async def stop(self) -> None: ...
 
 
@@ -183,10 +190,17 @@ class Ranks:
         return await self._ask("save", what, self._deadlines.save_s)
 
     async def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float,
+        rounding: TraceRounding = "own",
     ) -> list[list[float]]:
         """Log-probabilities of tokens 1..T-1 of each sequence under the weights as they are now."""
-        what = {"sequences": [list(ids) for ids in sequences], "temperature": temperature}
+        what = {
+            "sequences": [list(ids) for ids in sequences],
+            "temperature": temperature,
+            "rounding": rounding,
+        }
         answer = await self._ask("score", what, self._deadlines.score_s)
         return [[float(value) for value in row] for row in answer["logprobs"]]
 
@@ -195,6 +209,18 @@ class Ranks:
         what = {"request": request, "policy_version": policy_version}
         answer = await self._ask("trace", what, self._deadlines.score_s)
         return cast(bytes, answer["traced"])
+
+    async def climb(
+        self, samples: Sequence[bytes], temperature: float, folders: Mapping[int, Path]
+    ) -> dict[str, list[float]]:
+        """Log p of all response tokens of packed `TrainingSample`s, by rung of the attribution."""
+        what = {
+            "samples": list(samples),
+            "temperature": temperature,
+            "folders": [[version, str(path)] for version, path in folders.items()],
+        }
+        answer = await self._ask("attribute", what, self._deadlines.score_s)
+        return cast(dict[str, list[float]], answer["ladder"])
 
     async def stop(self) -> None:
         """Ask them to end, then see that nothing of them is left: who is late is killed."""

@@ -23,6 +23,7 @@ class UpdateFailed(TandemError):
 class _Info(BaseModel):
     job_id: str | None = None
     policy_version: int | None = None
+    effective_checksum: str | None = None
 
 
 class Transaction:
@@ -69,6 +70,20 @@ class Transaction:
         if result.version != version:
             raise UpdateFailed(f"commit of {version} was answered for version {result.version}")
         return result
+
+    async def rehearse(self, version: int, commit: CommitUpdate) -> CommitResult:
+        """A commit of the version that is served, without the switch."""
+        answer = await self._http.post(
+            f"{self._url}/v1/weights/updates/{version}/rehearse",
+            commit.model_dump(mode="json"),
+            timeout_s=self._deadline_s,
+        )
+        return _read(CommitResult, answer)
+
+    async def effective_checksum(self) -> str | None:
+        """Of what the server serves, as it says."""
+        answer = await self._http.get(f"{self._url}/v1/info", timeout_s=CALL_S)
+        return _read(_Info, answer).effective_checksum
 
     async def abort(self, version: int) -> None:
         """Best effort: a server that does not hear it drops the update at its next one."""

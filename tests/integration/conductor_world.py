@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ def make_job(**sections: dict[str, Any]) -> Job:
         "update": {"probe_sequences": 1, "deadline_s": 5.0},
         "checkpoint": {"every_steps": 2, "keep_last": 1},
         "bounds": {"step_deadline_s": 20.0},
+        "preflight": {"enabled": False},
     }
     for name, fields in sections.items():
         document[name] = document.get(name, {}) | fields if isinstance(fields, dict) else fields
@@ -150,13 +151,18 @@ class FakeRanks:
         return {}
 
     async def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float
+        self, sequences: Sequence[Sequence[int]], temperature: float, rounding: str = "own"
     ) -> list[list[float]]:
         return [[-1.0] * (len(ids) - 1) for ids in sequences]
 
     async def trace(self, request: bytes, policy_version: int) -> bytes:
         asked = TraceRequest.unpack(request)
         return Traced(policy_version=policy_version, states=[{} for _ in asked.sequences]).pack()
+
+    async def climb(
+        self, samples: Sequence[bytes], temperature: float, folders: Mapping[int, Path]
+    ) -> dict[str, list[float]]:
+        raise ValueError("these ranks have no model")
 
     async def stop(self) -> None:
         return None
@@ -270,7 +276,7 @@ class FakeServer:
             if self.fail_commits:
                 self.fail_commits -= 1
                 raise HTTPException(500, "the probe failed")
-            assert asked.probe is not None
+            assert asked.probe is not None or self.world.job.preflight.enabled
             self.world.commits.append((self.name, version))
             self.version = version
             self.weights[version] = self.staged.pop(version)

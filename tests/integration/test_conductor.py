@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.conductor import JobPaused
+from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.prompts import NoPromptFits
 from shared import topology
 from shared.errors import Rejected
@@ -133,6 +134,21 @@ async def test_replay_that_makes_other_weights_is_another_version(
         assert sorted(server.weights) == [0, 1, 2, 3, 4, 5]  # 3 is step 2 once more
         assert [step["policy_version"] for step in world.events("step")] == [1, 2, 4, 5]
         check_books(world).close()
+
+
+async def test_job_beyond_its_preflight_samples_nothing(redis: Redis, tmp_path: Path) -> None:
+    """The servers of this world cannot complete a prompt on request."""
+    job = make_job(preflight={"enabled": True}, model={"rollout_checkpoint": "assets/tiny-dsv4"})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        conductor = world.conductor()
+        with pytest.raises(PreflightRefused, match=r"rollout-0 cannot be compared: POST .*404"):
+            await asyncio.wait_for(conductor.run(), 40)
+        await conductor.close("failed")
+        (event,) = world.events("preflight_finished")
+        assert not event["passed"]
+        assert event["memory"]["needed"] < event["memory"]["available"]
+        assert await redis.xlen(topology.prompts(JOB_ID)) == 0
+        assert not world.history
 
 
 async def test_duplicates_are_refused_and_counted(redis: Redis, tmp_path: Path) -> None:

@@ -281,6 +281,12 @@ async def test_generate_and_score_over_http(
         code, text = await status("/v1/score", sequences=[[1, 2]], policy_version=1)
         assert code == 409
 
+        rehearsed = await server.post("/v1/weights/updates/0/rehearse", {})
+        assert rehearsed.status_code == 200, rehearsed.text
+        served = (await server.get("/v1/info"))["effective_checksum"]
+        assert rehearsed.json()["effective_checksum"] == served
+        assert (await server.post("/v1/weights/updates/1/rehearse", {})).status_code == 409
+
         asked = TraceRequest(sequences=[[7, 8, 9]], points=["router"], policy_version=0)
         answer = await server.http.post(f"{server.url}/v1/trace", content=asked.pack())
         traced = Traced.unpack(answer.content)

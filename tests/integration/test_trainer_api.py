@@ -41,6 +41,7 @@ class Trainer:
             "model": {"rollout_checkpoint": str(self.root / "policy")},
             "data": {"path": str(self.root / "rows.jsonl")},
             "sampling": {"context_length": 32, "max_response_tokens": 8},
+            "preflight": {"enabled": False},
             **changes,
         }
 

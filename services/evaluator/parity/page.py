@@ -93,12 +93,21 @@ def _walk(walk: WalkResult | None) -> str:
         return ""
     top = max((p.size for p in walk.points if np.isfinite(p.size)), default=0.0)
     lines = "".join(
-        f'<tr><td>{escape(p.label)}</td><td class="n">{p.size:.2g}</td><td style="width:45%">'
+        f"<tr><td>{_marked(p.label, walk.first)}</td>"
+        f'<td class="n">{p.size:.2g}</td><td class="n">{p.share:.1%}</td><td style="width:40%">'
         f'<span class="bar" style="width:{_share(p.size, top):.0f}%"></span></td></tr>'
         for p in walk.points
     )
-    told = f"<p>{escape(walk.verdict)} ({walk.num_tokens} tokens, tolerance {walk.tolerance:g})</p>"
+    rows = f", of up to {walk.row_share:.0%} of rows" if walk.row_share else ""
+    told = (
+        f"<p>{escape(walk.verdict)} ({walk.num_tokens} tokens, tolerance {walk.tolerance:g}{rows})"
+        "</p><p>Columns: the largest departure, and the share of rows beyond the tolerance.</p>"
+    )
     return f"<h2>Layer walk, {escape(walk.mode)}</h2>{told}<table>{lines}</table>"
+
+
+def _marked(label: str, first: str | None) -> str:
+    return f"<mark>{escape(label)}</mark>" if label == first else escape(label)
 
 
 def _share(departure: float, top: float) -> float:

@@ -103,6 +103,10 @@ class EmbeddedEngine:
         # From here on nobody needs what it was derived from.
         return Candidate(replace(version, canonical={}), watch.seconds, delta)
 
+    def rehearse(self, manifest: Manifest, folder: Path, commit: CommitUpdate) -> dict[str, Any]:
+        """What `activate` would give, with nothing switched."""
+        return _result(self.prepare(manifest, folder, commit), {"pause_s": 0.0})
+
     def switch(
         self, candidate: Candidate, commit: CommitUpdate
     ) -> tuple[dict[str, Any], list[tuple[str, list[Completion]]]]:
@@ -111,15 +115,7 @@ class EmbeddedEngine:
         ended = self.scheduler.switch(version, commit.pause_mode)
         watch.lap("pause_s")
         log.info("version_active", policy_version=version.policy_version, **candidate.seconds)
-        result = {
-            "version": version.policy_version,
-            **candidate.seconds,
-            **watch.seconds,
-            "resume_s": 0.0,
-            "probe_mean_abs_delta": candidate.probe_delta,
-            "effective_checksum": version.checksum,
-        }
-        return result, ended
+        return _result(candidate, watch.seconds), ended
 
     def load(self, source: Path, policy_version: int) -> str:
         """Serve a release directory, or a version's folder, of this disk; its checksum.
@@ -165,6 +161,24 @@ class EmbeddedEngine:
         return delta
 
 
+def _result(candidate: Candidate, pause: dict[str, float]) -> dict[str, Any]:
+    """The fields of a CommitResult, before anybody knows when sampling goes on."""
+    return {
+        "version": candidate.version.policy_version,
+        **candidate.seconds,
+        **pause,
+        "resume_s": 0.0,
+        "probe_mean_abs_delta": candidate.probe_delta,
+        "effective_checksum": candidate.version.checksum,
+    }
+
+
+def _staged(request: Request) -> tuple[Manifest, Path, CommitUpdate]:
+    folder = Path(request.payload["folder"])
+    manifest = Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
+    return manifest, folder, CommitUpdate.model_validate_json(request.payload["commit"])
+
+
 def rounding_of(spec: EngineSpec) -> ActivationQuant:
     return embedded_rounding(spec.arch.weight_format, activations=spec.quantise_activations)
 
@@ -201,6 +215,7 @@ class _Loop:
             "receive": self._receive,
             "activate": self._activate,
             "load": self._load,
+            "rehearse": self._rehearse,
             "pause": self._pause,
             "continue": self._continue,
             "stop": self._stop,
@@ -274,9 +289,7 @@ class _Loop:
             self._channel.reply(request_id)
 
     def _activate(self, request: Request) -> None:
-        folder = Path(request.payload["folder"])
-        manifest = Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
-        commit = CommitUpdate.model_validate_json(request.payload["commit"])
+        manifest, folder, commit = _staged(request)
         if self._activation is not None:
             raise ValueError("another version is being activated")
         building = self._builder.submit(self._engine.prepare, manifest, folder, commit)
@@ -307,6 +320,9 @@ class _Loop:
         version = request.payload["policy_version"]
         checksum = self._engine.load(Path(request.payload["source"]), version)
         self._channel.reply(request.id, {"checksum": checksum})
+
+    def _rehearse(self, request: Request) -> None:
+        self._channel.reply(request.id, self._engine.rehearse(*_staged(request)))
 
     def _pause(self, request: Request) -> None:
         self._engine.paused = True

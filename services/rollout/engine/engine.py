@@ -113,15 +113,26 @@ class Engine:
         self, folder: Path, commit: CommitUpdate, *, timeout_s: float
     ) -> CommitResult:
         """Serve the version staged in `folder`; RemoteError (WeightsCorrupt) leaves the old one."""
+        result = await self._built("activate", folder, commit, timeout_s)
+        self.policy_version, self.checksum = result.version, result.effective_checksum
+        return result
+
+    async def rehearse(
+        self, folder: Path, commit: CommitUpdate, *, timeout_s: float
+    ) -> CommitResult:
+        """Do all that `activate` does but switch."""
+        return await self._built("rehearse", folder, commit, timeout_s)
+
+    async def _built(
+        self, op: str, folder: Path, commit: CommitUpdate, timeout_s: float
+    ) -> CommitResult:
         payload = {
             "folder": str(folder),
             "commit": commit.model_dump_json(),
             "asked_at_s": time.monotonic(),
         }
-        answer = await self._channel.request("activate", payload, timeout_s=timeout_s)
-        result = CommitResult.model_validate(answer)
-        self.policy_version, self.checksum = result.version, result.effective_checksum
-        return result
+        answer = await self._channel.request(op, payload, timeout_s=timeout_s)
+        return CommitResult.model_validate(answer)
 
     async def load_from(self, source: Path, policy_version: int, *, timeout_s: float) -> None:
         """Serve weights of this disk (`source` is absolute); RemoteError says what is wrong."""

@@ -5,9 +5,11 @@ log-probabilities, a policy too far from the sampler's, a loss or gradient that 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor
 from services.trainer import checkpoint
 from services.trainer.engine import schedule
 from services.trainer.engine.agreement import together
+from services.trainer.engine.attribution import Ladder, climb
 from services.trainer.engine.initial import load_release_weights, served_policy
 from services.trainer.engine.reference import ReferencePolicy
 from services.trainer.engine.rounding import rounded_weights
@@ -27,7 +30,7 @@ from services.trainer.engine.tokens import (
     response_tokens,
     scored_sequences,
 )
-from services.trainer.engine.tracing import traced_states
+from services.trainer.engine.tracing import has_whole_model, traced_states
 from services.trainer.loss.aggregation import token_coefficients
 from services.trainer.loss.divergence import kl_estimate, kl_k3
 from services.trainer.loss.drift import drift_metrics
@@ -43,7 +46,7 @@ from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.packing import MicroBatch, ScoredSequence, context_part, num_guessed, pack
 from shared.errors import Rejected
 from shared.job import Job, expand_path
-from shared.messages import TrainingBatch
+from shared.messages import TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.layout import check_layout, row_alignment
 from shared.parity.trace import StateArray, TraceRequest, TraceRounding
@@ -141,7 +144,11 @@ class Actor:
         }
 
     def score(
-        self, sequences: Sequence[np.ndarray], *, temperature: float = 1.0
+        self,
+        sequences: Sequence[np.ndarray],
+        *,
+        temperature: float = 1.0,
+        rounding: TraceRounding = "own",
     ) -> list[np.ndarray]:
         """FP32 log-probabilities of tokens 1..T-1 of every sequence under the weights held.
 
@@ -158,7 +165,7 @@ class Actor:
                 )
         self._progress("score", self.step)
         scored = scored_sequences([(ids, min(1, len(ids))) for ids in sequences])
-        values = self._score(scored, temperature).logprobs.numpy()
+        values = self._score(scored, temperature, rounding).logprobs.numpy()
         ends = np.cumsum([sequence.num_scored for sequence in scored])
         return np.split(values, ends[:-1]) if scored else []
 
@@ -174,6 +181,27 @@ class Actor:
         self._progress("trace", self.step)
         with self.rounded_as(request.rounding) as quant:
             return traced_states(self.model, request, quant)
+
+    def climb(
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        temperature: float,
+        folders: Mapping[int, Path],
+    ) -> Ladder:
+        """The samples' response tokens on every rung between this actor and its sampler."""
+        self._progress("attribute", self.step)
+        if not has_whole_model(self.model):
+            raise ValueError("drift is attributed where one rank has the whole model")
+
+        def score(sequences: list[ScoredSequence], rounding: TraceRounding) -> np.ndarray:
+            return self._score(sequences, temperature, rounding).logprobs.numpy()
+
+        recorded = self.job.actor.replay
+        rounded = partial(self.rounded_as, "sampler")
+        return climb(
+            self.model, samples, score, rounded=rounded, recorded=recorded, folders=folders
+        )
 
     @contextmanager
     def rounded_as(self, rounding: TraceRounding) -> Iterator[ActivationQuant]:
@@ -197,17 +225,22 @@ class Actor:
                 load_release_weights(self.model, path)
         log.info("first_weights_loaded", path=str(path), parameters=self.num_parameters)
 
-    def _score(self, sequences: list[ScoredSequence], temperature: float) -> schedule.TokenRecord:
+    def _score(
+        self,
+        sequences: list[ScoredSequence],
+        temperature: float,
+        rounding: TraceRounding = "own",
+    ) -> schedule.TokenRecord:
         num_tokens = sum(sequence.num_scored for sequence in sequences)
         packed = self._pack(sequences)
-        with self._rounding():
+        with self.rounded_as(rounding) as quant:
             return schedule.score(
                 self.model,
                 packed.mine,
                 self.architecture,
                 num_tokens=num_tokens,
                 temperature=temperature,
-                quant=self._quant,
+                quant=quant,
             )
 
     def _score_reference(

@@ -17,7 +17,7 @@ from services.trainer.export import export_version
 from services.trainer.megatron import parallel
 from shared.errors import TandemError
 from shared.job import Job
-from shared.messages import TrainingBatch
+from shared.messages import TrainingBatch, TrainingSample
 from shared.parity.trace import Traced, TraceRequest
 from shared.weights.group import send_shards
 from shared.weights.manifest import MANIFEST_FILE, Manifest, ShardEntry, shard_file
@@ -40,6 +40,7 @@ class Operations:
             "train_step": self._train_step,
             "score": self._score,
             "trace": self._trace,
+            "attribute": self._attribute,
             "export": self._export,
             "send": self._send,
             "save": self._save,
@@ -83,10 +84,11 @@ class Operations:
         return {**metrics, **self._state()}
 
     def _score(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """{sequences: [[token ids]], temperature} -> {logprobs: [[of tokens 1..T-1]]}."""
+        """{sequences: [[token ids]], temperature, rounding} -> {logprobs: [[of 1..T-1]]}."""
         sequences = [np.array(ids, np.int64) for ids in payload["sequences"]]
         temperature = float(payload.get("temperature", 1.0))
-        logprobs = self.actor.score(sequences, temperature=temperature)
+        rounding = payload.get("rounding", "own")
+        logprobs = self.actor.score(sequences, temperature=temperature, rounding=rounding)
         return {"logprobs": [row.tolist() for row in logprobs], **self._state()}
 
     def _trace(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +96,16 @@ class Operations:
         states = self.actor.trace(TraceRequest.unpack(payload["request"]))
         traced = Traced(policy_version=int(payload["policy_version"]), states=states)
         return {"traced": traced.pack(), **self._state()}
+
+    def _attribute(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{samples: [packed TrainingSample], temperature, folders: [[version, path]]} -> {ladder:
+        {rung: [of all response tokens]}}."""
+        ladder = self.actor.climb(
+            [TrainingSample.unpack(body) for body in payload["samples"]],
+            temperature=float(payload["temperature"]),
+            folders={int(version): Path(path) for version, path in payload["folders"]},
+        )
+        return {"ladder": {rung: values.tolist() for rung, values in ladder.items()}}
 
     def _export(self, payload: dict[str, Any]) -> dict[str, Any]:
         """{policy_version, path, base} -> {bytes, delta_bytes, num_shards, num_tensors, seconds,

@@ -20,9 +20,7 @@ def traced_states(
     request.check(model.architecture)
     if request.streams is not None:
         raise ValueError("the trainer traces its own streams: give them to the sampler")
-    config = model.config
-    sizes = (config.tensor_model_parallel_size, config.context_parallel_size)
-    if max(sizes) > 1 or not (model.pre_process and model.post_process):
+    if not has_whole_model(model):
         raise ValueError("states are traced where one rank has the whole model, and no rank has")
     recorder = Recorder(request, model.architecture, _numpy)
     device = next(model.parameters()).device
@@ -31,6 +29,13 @@ def traced_states(
         row = torch.from_numpy(np.asarray(tokens, np.int64)).unsqueeze(0).to(device)
         model(row, quant=quant, trace=Trace(states=_Rows(recorder)))
     return recorder.states
+
+
+def has_whole_model(model: DeepSeekV4) -> bool:
+    """Whether this rank computes every state of every token by itself."""
+    config = model.config
+    sizes = (config.tensor_model_parallel_size, config.context_parallel_size)
+    return max(sizes) == 1 and model.pre_process and model.post_process
 
 
 @dataclass(frozen=True, slots=True)

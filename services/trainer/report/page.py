@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from services.trainer.report import sentences
+from services.trainer.report import proofs, sentences
 from services.trainer.report.evaluations import Comparison, Evaluation, compare
 from services.trainer.report.sentences import number, percent, share, signed_share
 from services.trainer.report.summary import Summary
@@ -26,11 +26,13 @@ def render_page(summary: Summary, figures: dict[str, Path]) -> str:
         _section("Before and after", sentences.evaluations(summary), _before_after(summary)),
         _section("Offline evaluation", _figure(figures, "pass_at_k"), _evaluations(summary)),
         _section("Online reward", sentences.reward(summary), _figure(figures, "reward")),
+        _section("Preflight", proofs.preflight_sentence(summary.preflight), _preflight(summary)),
         _section(
             "Sampler against trainer",
             sentences.delta_logprob(summary),
             _figure(figures, "delta_logprob"),
         ),
+        *_attribution(summary),
         _section(
             "Where the time goes",
             sentences.phases(summary),
@@ -181,6 +183,20 @@ def _books(summary: Summary) -> str:
         *((name.replace("_", " "), num) for name, num in summary.restarts.items()),
     ]
     return _table(("", "number"), rows)
+
+
+def _preflight(summary: Summary) -> str:
+    rows = proofs.preflight_rows(summary.preflight)
+    return _table(proofs.PREFLIGHT_HEAD, rows) if rows else ""
+
+
+def _attribution(summary: Summary) -> list[str]:
+    """A section of its own, if any step was asked."""
+    found = summary.attribution
+    if not found:
+        return []
+    table = _table(proofs.attribution_head(found), proofs.attribution_rows(found))
+    return [_section("Where the drift comes from", proofs.attribution_sentence(found), table)]
 
 
 def _updates(summary: Summary) -> str:

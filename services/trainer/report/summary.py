@@ -114,6 +114,8 @@ class Summary:
     step_seconds_mean: float
     updates: Updates
     restarts: dict[str, int]
+    preflight: dict[str, Any] | None
+    attribution: list[dict[str, Any]]
     warnings: list[str]
 
     def document(self) -> dict[str, Any]:
@@ -152,6 +154,8 @@ def summarise(run: RunEvents, curves: Curves, evaluations: list[Evaluation]) -> 
         step_seconds_mean=_mean(curves.step_seconds),
         updates=_updates(run),
         restarts=_restarts(run),
+        preflight=next((e.fields for e in reversed(run.named("preflight_finished"))), None),
+        attribution=[event.fields for event in run.named("drift_attributed")],
         warnings=_warnings(run, job, curves),
     )
 

@@ -1,0 +1,164 @@
+"""`explain`: a recorded sample scored again by the sampler that made it, version by version.
+
+The sample comes from the run's folder, the weights from its version store; a child process has the
+engine, because this one never loads torch.
+"""
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.run import run
+from services.trainer.recorded import RecordedSample, find_sample, version_folders
+from shared.errors import ConfigInvalid, DeadlineExceeded, TandemError
+from shared.job import Job, expand_path
+from shared.parity.rescore_request import RescoreRequest, RescoreResult
+from shared.tokenizer import CheckpointTokenizer
+
+JOB_FILE = "job.json"
+NOISE = {True: 1e-6, False: 1e-4}
+"""By whether activations are rounded: then every count is padded so that a token's bits do not
+depend on its batch, and prefill equals decoding; in FP32 without rounding 5e-6 was measured."""
+SHOWN_TOKENS = 40
+_MAX_LAST_WORDS = 2000
+
+
+class Explanation(BaseModel):
+    """`explain --json`. Of every response token: what was recorded, and what it scores now."""
+
+    rollout_id: str
+    step: int | None
+    policy_versions: list[int]
+    temperature: float
+    reward: float
+    token_ids: list[int]
+    recorded: list[float]
+    rescored: list[float]
+    largest_difference: float
+    noise_floor: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.largest_difference <= self.noise_floor
+
+
+def explain(
+    rollout_id: Annotated[str, typer.Argument(help="As in events and samples: JOB.g000017.3.")],
+    runs_dir: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    deadline_s: Annotated[float, typer.Option(min=1)] = 300.0,
+) -> None:
+    """Score a recorded sample again under its own version and settings.
+
+    Exit code 0 only when every log-probability comes out again within the noise floor.
+    """
+
+    async def command() -> int:
+        run_dir = runs_dir / rollout_id.partition(".")[0]
+        sample = await asyncio.to_thread(find_sample, run_dir, rollout_id)
+        job = _job_of(run_dir)
+        folders = await asyncio.to_thread(version_folders, run_dir, sample.versions)
+        request = RescoreRequest(
+            job=job,
+            folders={version: path.resolve() for version, path in folders.items()},
+            token_ids=sample.token_ids,
+            temperature=sample.temperature,
+        )
+        found = _explanation(sample, await _rescored(request, deadline_s), job)
+        if as_json:
+            typer.echo(found.model_dump_json())
+        else:
+            _show(found, job, Console())
+        return 0 if found.agrees else 1
+
+    run(command())
+
+
+def _job_of(run_dir: Path) -> Job:
+    path = run_dir / JOB_FILE
+    try:
+        job = Job.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as err:
+        raise ConfigInvalid(f"{path}: {err}") from err
+    if job.rollout.engine != "embedded":
+        raise ConfigInvalid(f"{run_dir} was sampled by {job.rollout.engine}: it is not run here")
+    return job
+
+
+async def _rescored(request: RescoreRequest, deadline_s: float) -> RescoreResult:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.rollout.rescore", str(os.getpid())),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+    )
+    asked = request.model_dump_json().encode()
+    try:
+        answer, errors = await asyncio.wait_for(process.communicate(asked), deadline_s)
+    except TimeoutError as err:
+        raise DeadlineExceeded("the sample to be scored", deadline_s) from err
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise TandemError(errors.decode(errors="replace").strip()[-_MAX_LAST_WORDS:])
+    return RescoreResult.model_validate_json(answer)
+
+
+def _explanation(sample: RecordedSample, scored: RescoreResult, job: Job) -> Explanation:
+    """Each token as the version scores it that sampled it."""
+    first = sample.num_prompt_tokens
+    rescored = [
+        scored.logprobs[version][first - 1 + i]
+        for i, version in enumerate(sample.version_of_each())
+    ]
+    difference = np.abs(np.array(rescored) - np.array(sample.logprobs))
+    return Explanation(
+        rollout_id=sample.rollout_id,
+        step=sample.step,
+        policy_versions=sample.versions,
+        temperature=sample.temperature,
+        reward=sample.reward,
+        token_ids=sample.token_ids[first:],
+        recorded=sample.logprobs,
+        rescored=rescored,
+        largest_difference=float(difference.max()),
+        noise_floor=NOISE[job.rollout.quantise_activations],
+    )
+
+
+def _show(found: Explanation, job: Job, console: Console) -> None:
+    versions = ", ".join(map(str, found.policy_versions))
+    told: list[Any] = [
+        f"{found.rollout_id}: {len(found.token_ids)} tokens of version {versions}, trained in "
+        f"step {found.step}, reward {found.reward:g}, temperature {found.temperature:g}",
+        _table(found, job),
+        f"largest difference {found.largest_difference:.3g}, noise floor {found.noise_floor:g}: "
+        + ("the same log-probabilities" if found.agrees else "NOT the same log-probabilities"),
+    ]
+    for part in told:
+        console.print(part, highlight=False, soft_wrap=not isinstance(part, Table))
+
+
+def _table(found: Explanation, job: Job) -> Table:
+    tokenizer = CheckpointTokenizer.load(expand_path(job.model.rollout_checkpoint))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("token", "recorded", "again", "difference"):
+        table.add_column(column, justify="left" if column == "token" else "right")
+    rows = zip(found.token_ids, found.recorded, found.rescored, strict=True)
+    for token, recorded, again in list(rows)[:SHOWN_TOKENS]:
+        text = repr(tokenizer.decode([token]))[1:-1]
+        table.add_row(text, f"{recorded:.6f}", f"{again:.6f}", f"{again - recorded:.1e}")
+    if len(found.token_ids) > SHOWN_TOKENS:
+        table.add_row(f"and {len(found.token_ids) - SHOWN_TOKENS} more", "", "", "")
+    return table

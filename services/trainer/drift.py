@@ -1,0 +1,88 @@
+"""Asks now and then where |Δ log p| comes from: some samples of a batch, before it is trained.
+
+The versions that sampled them are read from the store; one that is gone leaves its samples out.
+"""
+
+from typing import Any
+
+import numpy as np
+import structlog
+
+from services.trainer.events import EventLog, EventMaker
+from services.trainer.keeper import RankKeeper
+from services.trainer.versions import VersionStore
+from shared.job import AttributionSection
+from shared.messages import TrainingBatch, TrainingSample
+from shared.parity.attribution import Attribution, attribute
+
+log = structlog.get_logger()
+
+
+class NothingToAttribute(ValueError):
+    """No sample of the batch can be scored on every rung."""
+
+
+class DriftAttribution:
+    def __init__(
+        self,
+        keeper: RankKeeper,
+        store: VersionStore,
+        *,
+        settings: AttributionSection,
+        record: EventLog,
+        events: EventMaker,
+    ) -> None:
+        self._keeper, self._store, self._settings = keeper, store, settings
+        self._record, self._events = record, events
+        self._can = True
+
+    def is_due(self, step: int) -> bool:
+        every = self._settings.every_steps
+        return self._can and every > 0 and (step - 1) % every == 0
+
+    async def tell(self, batch: TrainingBatch) -> None:
+        """Note an event; a job whose ranks cannot say is not asked again."""
+        try:
+            found = await self.of(batch, held=batch.policy_version)
+        except ValueError as err:
+            self._can = isinstance(err, NothingToAttribute)
+            log.warning("drift_not_attributed", step=batch.step, error=str(err))
+            return
+        self._record.note(self._events("drift_attributed", step=batch.step, **fields_of(found)))
+
+    async def of(self, batch: TrainingBatch, *, held: int) -> Attribution:
+        """Of the batch's first samples, under version `held`, which the ranks have.
+
+        ValueError where the ranks cannot say, `NothingToAttribute` without a sample of a version
+        that is still there.
+        """
+        known = {v for v in self._store.versions() if self._store.is_whole(v)} | {held}
+        samples = [one for one in batch.samples if _versions(one) <= known]
+        samples = [one for one in samples if len(one.sampler_logprobs)][: self._settings.samples]
+        if not samples:
+            raise NothingToAttribute(
+                f"no sample of step {batch.step} is of the versions held: {sorted(known)}"
+            )
+        others = {version for one in samples for version in _versions(one)}
+        ladder = await self._keeper.climb(
+            [one.pack() for one in samples],
+            temperature=batch.temperature,
+            folders={v: self._store.path(v) for v in others - {held}},
+        )
+        sampler = np.concatenate([one.sampler_logprobs for one in samples]).astype(np.float64)
+        rungs = {name: np.array(values, np.float64) for name, values in ladder.items()}
+        return attribute(sampler, rungs)
+
+
+def fields_of(found: Attribution) -> dict[str, Any]:
+    """Of the event, and of the answer over HTTP."""
+    return {
+        "num_tokens": found.num_tokens,
+        "whole": found.whole,
+        "parts": found.parts,
+        "explained_share": found.explained_share,
+    }
+
+
+def _versions(sample: TrainingSample) -> set[int]:
+    return {span.policy_version for span in sample.spans}

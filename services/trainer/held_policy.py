@@ -1,0 +1,55 @@
+"""The policy that the ranks hold, for whoever asks about it while the job runs."""
+
+import asyncio
+from collections.abc import Sequence
+
+from services.trainer.assembly import Parts
+from shared.messages import TrainingBatch
+from shared.parity.attribution import Attribution
+
+
+class HeldPolicy:
+    """`version` is what the ranks hold; the conductor says when it moves."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.version = 0
+        self._parts = parts
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], *, temperature: float, policy_version: int | None
+    ) -> tuple[int, list[list[float]]]:
+        """The version that the ranks hold, and log-probabilities [T - 1] of each sequence under it.
+
+        Raises LookupError when `policy_version` is another.
+        """
+        held = -1
+
+        def check() -> None:
+            nonlocal held
+            held = self._held(policy_version)
+
+        keeper = self._parts.keeper
+        logprobs = await keeper.score(sequences, temperature=temperature, check=check)
+        return held, logprobs
+
+    async def trace(self, request: bytes, *, policy_version: int | None) -> bytes:
+        """Inner states of the ranks, packed; LookupError when `policy_version` is another."""
+        return await self._parts.keeper.trace(request, check=lambda: self._held(policy_version))
+
+    async def attribute(self) -> tuple[int, Attribution]:
+        """The last trained step, and where its |Δ log p| comes from under the weights held now.
+
+        LookupError while there is none.
+        """
+        p = self._parts
+        steps = p.books.redo_held()
+        if not steps:
+            raise LookupError("no trained batch is in the redo log")
+        batch = TrainingBatch.unpack(await asyncio.to_thread(p.books.redo_body, steps[-1]))
+        return batch.step, await p.drift.of(batch, held=self.version)
+
+    def _held(self, wanted: int | None) -> int:
+        held = self.version
+        if wanted not in (None, held):
+            raise LookupError(f"version {held} is held, not {wanted}")
+        return held

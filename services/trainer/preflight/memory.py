@@ -1,0 +1,70 @@
+"""Bytes that a job needs on this machine, from shapes alone: its ranks, and a sampler beside them.
+
+The ranks' part is the planner's. Of the engine are counted its published and derived weights, both
+twice during an update, and its cache. Where there are accelerators the ranks' part is not host
+memory, and nothing is compared.
+"""
+
+import math
+from dataclasses import fields
+from math import prod
+from pathlib import Path
+
+from services.trainer.preflight.findings import MemoryPlan
+from shared.job import Job
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.models.deepseek_v4.names import tensor_specs, weight_shapes
+from shared.planner import plan
+
+FP32_BYTES = 4
+MAX_PREFIX_SLOTS = 16  # prompts that an engine computes ahead, and as many to score with
+STORED_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
+ACCELERATORS = ("/dev/nvidia0", "/dev/kfd")
+
+
+def has_accelerator() -> bool:
+    return any(Path(device).exists() for device in ACCELERATORS)
+
+
+def plan_memory(job: Job, arch: Architecture, *, available_bytes: int | None) -> MemoryPlan:
+    """Ranks share the machine with one sampler, unless the cluster says that samplers are apart."""
+    on_host = job.cluster.gpus_per_node
+    parts = {f"ranks: {name}": size * on_host for name, size in _rank(job, arch).items()}
+    if not job.cluster.rollout_nodes:
+        parts |= {f"engine: {name}": size for name, size in _engine(job, arch).items()}
+    return MemoryPlan(parts, sum(parts.values()), available_bytes)
+
+
+def _rank(job: Job, arch: Architecture) -> dict[str, int]:
+    """Of the fullest rank; none where the model cannot be cut like this, which its ranks refuse."""
+    planned = plan(arch, job)
+    if not planned.stages:
+        return {}
+    memory = planned.fullest.memory
+    return {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "logits"}
+
+
+def _engine(job: Job, arch: Architecture) -> dict[str, int]:
+    served = arch if job.rollout.weights == "quantised" else arch.with_format("fp32")
+    published = sum(
+        STORED_BYTES[spec.dtype] * prod(spec.shape) for spec in tensor_specs(served).values()
+    )
+    derived = FP32_BYTES * sum(prod(shape) for shape in weight_shapes(arch).values())
+    return {"weights": 2 * (published + derived), "cache": _cache(job, arch)}
+
+
+def _cache(job: Job, arch: Architecture) -> int:
+    """Keys and entries of every slot: running ones, computed prompts, those that are scored."""
+    running, length = job.rollout.max_running_requests, job.sampling.context_length
+    slots = running + 2 * min(running, MAX_PREFIX_SLOTS) + 1
+    numbers = 0
+    for layer in range(arch.num_hidden_layers):
+        ratio, kind = arch.compress_ratios[layer], arch.kind(layer)
+        entries = math.ceil(length / ratio) if ratio else 0
+        numbers += (1 + arch.sliding_window + entries) * arch.head_dim
+        if kind == "c4":
+            numbers += entries * arch.index_head_dim
+            numbers += 2 * ratio * 4 * (arch.head_dim + arch.index_head_dim)
+        elif ratio:
+            numbers += ratio * 2 * arch.head_dim
+    return FP32_BYTES * slots * numbers

@@ -1,0 +1,95 @@
+"""What the job proved before it trained, and where its drift comes from: two sections of the page.
+
+Both are computed from the events `preflight_finished` and `drift_attributed`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from services.trainer.report.sentences import number, percent
+
+Row = Iterable[object]
+
+
+def preflight_sentence(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "No preflight was made."
+    told = "The preflight refused the job: " + "; ".join(map(str, found.get("problems") or []))
+    if found.get("passed"):
+        servers = len(found.get("parity") or [])
+        seconds = number(found.get("seconds"))
+        told = f"The preflight passed in {seconds} s; samplers that were compared: {servers}."
+    return f"{told} {_memory(found.get('memory'))}".strip()
+
+
+def _memory(plan: dict[str, Any] | None) -> str:
+    if not plan:
+        return ""
+    largest = sorted(plan["parts"].items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in largest)
+    available = plan.get("available")
+    room = "" if available is None else f" of {_bytes(available)} available"
+    return f"Memory planned: {_bytes(plan['needed'])}{room}, most of it {parts}."
+
+
+PREFLIGHT_HEAD = (
+    "server",
+    "|Δ log p| rounding alike",
+    "as the ranks train",
+    "departs at",
+    "dry update",
+)
+
+
+def preflight_rows(found: dict[str, Any] | None) -> list[Row]:
+    """One for each sampler that was compared."""
+    dry = {one["server"]: one for one in (found or {}).get("dry_updates") or []}
+    return [
+        (
+            one["server"],
+            number(one["alike_mean"]),
+            number(one["own_mean"]),
+            one["departs_at"] or ("no walk" if one["walked"] is None else "nowhere"),
+            _dry_update(dry.get(one["server"])),
+        )
+        for one in (found or {}).get("parity") or []
+    ]
+
+
+def _dry_update(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "–"
+    return "same checksum" if found["is_same"] else "ANOTHER checksum"
+
+
+def attribution_sentence(found: list[dict[str, Any]]) -> str:
+    if not found:
+        return ""
+    last = found[-1]
+    name, part = max(last["parts"].items(), key=lambda item: item[1])
+    return (
+        f"Of the last attributed step's mean |Δ log p| {number(last['whole'])} most is {name} "
+        f"({number(part)}); the named sources explain {percent(last['explained_share'])}. A part "
+        "is the mean of sign(Δ) times what its rung moves; the parts add up to the whole."
+    )
+
+
+def attribution_head(found: list[dict[str, Any]]) -> Row:
+    return ("step", "|Δ log p|", *(found[-1]["parts"] if found else ()), "explained")
+
+
+def attribution_rows(found: list[dict[str, Any]]) -> list[Row]:
+    """One for each step that was asked."""
+    return [
+        (
+            one["step"],
+            number(one["whole"]),
+            *(number(part) for part in one["parts"].values()),
+            percent(one["explained_share"]),
+        )
+        for one in found
+    ]
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
