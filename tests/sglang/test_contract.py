@@ -26,6 +26,6 @@ async def world(
         transport=transport,
         log_file=str(folder / "server.log"),
     )
-    spec = EngineSpec(Architecture.load(CHECKPOINT), 16, 256, False, 1, server)
+    spec = EngineSpec(Architecture.load(CHECKPOINT), 16, 256, False, 1, server=server)
     async with running_engine(spec) as engine:
         yield World(engine, folder)
