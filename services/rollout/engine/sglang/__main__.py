@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.engine.sglang.checkpoint import first_tensors, write_folder
 from services.rollout.engine.sglang.dialects import dialect_of
 from services.rollout.engine.sglang.engine import SGLangEngine
@@ -23,12 +23,13 @@ from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import transport_of
 from services.rollout.engine.sglang.versions import FIRST, Versions, config_of
+from services.rollout.engine.weights import receive_version
 from shared.channel import Request, SyncChannel
 from shared.errors import ChannelClosed
 from shared.process import die_with_parent
 from shared.telemetry import configure_logging
 from shared.weights.manifest import MANIFEST_FILE, Manifest
-from shared.weights.protocol import CommitUpdate
+from shared.weights.protocol import CommitUpdate, GroupTransfer
 
 log = structlog.get_logger()
 
@@ -52,6 +53,8 @@ class _Child:
             "generate": self._generate,
             "abort": self._abort,
             "score": self._score,
+            "trace": self._trace,
+            "receive": self._receive,
             "activate": self._activate,
             "pause": self._pause,
             "continue": self._continue,
@@ -87,7 +90,7 @@ class _Child:
 
     async def _generate(self, payload: dict[str, Any]) -> dict[str, Any]:
         completions = await self._engine.generate(GroupRequest.from_payload(payload))
-        return {"completions": [_payload(one) for one in completions]}
+        return {"completions": [one.to_payload() for one in completions]}
 
     async def _abort(self, payload: dict[str, Any]) -> dict[str, Any]:
         await self._engine.abort(payload["request_id"])
@@ -99,6 +102,14 @@ class _Child:
         )
         logprobs = [one.astype("<f4").tobytes() for one in scores]
         return {"policy_version": version, "logprobs": logprobs}
+
+    async def _trace(self, payload: dict[str, Any]) -> dict[str, Any]:
+        raise ValueError("an SGLang server tells log-probabilities, no hidden states")
+
+    async def _receive(self, payload: dict[str, Any]) -> dict[str, Any]:
+        group = GroupTransfer.model_validate_json(payload["group"])
+        await asyncio.to_thread(receive_version, Path(payload["folder"]), group)
+        return {}
 
     async def _activate(self, payload: dict[str, Any]) -> dict[str, Any]:
         folder = Path(payload["folder"])
@@ -144,10 +155,6 @@ class _Child:
                     raise RuntimeError(f"SGLang was restarted {_MAX_RESTARTS} times; giving up")
                 log.warning("sglang_lost", log_tail=self._engine.server.log_tail()[-500:])
                 await self._versions.recover()
-
-
-def _payload(completion: Completion) -> dict[str, Any]:
-    return completion.to_payload()
 
 
 async def serve(channel: SyncChannel, first: Request, folder: Path) -> None:

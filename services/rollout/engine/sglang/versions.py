@@ -97,10 +97,13 @@ class Versions:
             self.engine.open_gate()
         watch.lap("resume_s")
         delta = _mean_abs_delta(proven)
-        log.info("version_active", policy_version=proven.policy_version, **watch.seconds)
+        seconds = watch.seconds
+        # The server loads and is probed while nothing is sampled.
+        seconds["pause_s"] += seconds["restore_s"] + seconds["probe_s"]
+        log.info("version_active", policy_version=proven.policy_version, **seconds)
         return {
             "version": proven.policy_version,
-            **watch.seconds,
+            **seconds,
             "probe_mean_abs_delta": delta,
             "effective_checksum": proven.checksum,
         }
