@@ -80,7 +80,7 @@ class World:
 
     engine: Engine
     folder: Path
-    stored: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    stored: dict[int, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     async def activate(

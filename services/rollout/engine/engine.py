@@ -18,6 +18,7 @@ from typing import Any, cast
 import structlog
 
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.sglang.spec import python_path
 from shared.channel import AsyncChannel, listening
 from shared.errors import ChannelClosed, DeadlineExceeded
 from shared.tasks import end
@@ -188,7 +189,7 @@ async def running_engine(spec: EngineSpec) -> AsyncIterator[Engine]:
             *_command(spec),
             listener.address,
             str(os.getpid()),
-            env={**os.environ, **_ALLOCATOR, "OMP_NUM_THREADS": str(spec.num_threads)},
+            env={**os.environ, **_ALLOCATOR, **_environment(spec)},
         )
         try:
             channel = await _connected(listener.accept(START_S), child)
@@ -210,6 +211,14 @@ def _command(spec: EngineSpec) -> list[str]:
     if spec.server is None:
         return [sys.executable, "-m", "services.rollout.engine.embedded"]
     return [spec.server.python or sys.executable, "-m", "services.rollout.engine.sglang"]
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    """The child of a server on the CPU imports SGLang, too, with what stands in for its kernels."""
+    variables = {"OMP_NUM_THREADS": str(spec.num_threads)}
+    if spec.server is not None and spec.server.platform == "cpu":
+        variables["PYTHONPATH"] = python_path()
+    return variables
 
 
 def _start_limit_s(spec: EngineSpec) -> float:

@@ -13,10 +13,12 @@ from typing import Literal
 
 import structlog
 
-from services.rollout.engine.sglang.client import SGLangClient
+from services.rollout.engine.sglang.client import ServerRefused, SGLangClient
+from shared.errors import HttpFailed
 
 log = structlog.get_logger()
 
+_CLOSE_S = 10.0  # of a session that is given up
 Dialect = Literal["session", "post_process", "bare"]
 
 
@@ -36,11 +38,17 @@ async def loading(
 ) -> AsyncIterator[None]:
     """Tensors may be sent inside; leaving rebuilds the quantised state, once.
 
-    An error inside leaves the server half-loaded: nothing is closed, the caller rolls it back.
+    An error inside leaves the server half loaded, which is the caller's to undo; a session is
+    closed all the same, since a server with an open one begins no other.
     """
     if dialect == "session":
         await client.change("/begin_weight_update", {"selector": "all"}, timeout_s=timeout_s)
-        yield
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(ServerRefused, HttpFailed):
+                await client.change("/end_weight_update", {}, timeout_s=_CLOSE_S)
+            raise
         await client.change("/end_weight_update", {}, timeout_s=timeout_s)
     elif dialect == "post_process":
         path = "/post_process_weights"

@@ -9,13 +9,11 @@ import structlog
 
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.kernels import chosen, environment
-from services.rollout.engine.sglang.spec import ServerSpec
+from services.rollout.engine.sglang.spec import ServerSpec, python_path
 
 log = structlog.get_logger()
 
 TESTED_VERSIONS = ("0.5.17", "0.5.23")
-CPU_SITE = Path(__file__).parent / "cpu_site"
-ROOT = Path(__file__).parents[4]
 EXTERNAL_PACKAGE = "services.rollout.engine.sglang.external"
 MARK = "TANDEM_SGLANG_SERVER"  # in the environment of a server and all that it starts
 
@@ -56,9 +54,8 @@ def _cpu(engine: EngineSpec) -> tuple[list[str], dict[str, str]]:
         *("--mem-fraction-static", "0.3"),
         *("--max-total-tokens", str(tokens)),
     ]
-    paths = [str(CPU_SITE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return arguments, {
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": python_path(),
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_EXTERNAL_MODEL_PACKAGE": EXTERNAL_PACKAGE,
         "OMP_NUM_THREADS": str(engine.num_threads),

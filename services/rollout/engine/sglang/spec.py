@@ -1,6 +1,8 @@
 """Which SGLang server an engine drives, and how its weights travel; no torch here."""
 
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 Platform = Literal["cpu", "cuda", "rocm"]
@@ -45,3 +47,11 @@ class ServerSpec:
         kernels = Kernels(**payload["kernels"])
         arguments = tuple(payload["extra_arguments"])
         return cls(**payload | {"kernels": kernels, "extra_arguments": arguments})
+
+
+def python_path() -> str:
+    """PYTHONPATH of processes that import SGLang on a CPU: the stand-ins first, then this tree."""
+    here = Path(__file__)
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    ours = [str(here.parent / "cpu_site"), str(here.parents[4])]
+    return os.pathsep.join([*ours, *(path for path in given if path and path not in ours)])

@@ -141,8 +141,9 @@ class Versions:
             proven = await self._prove(candidate, commit.probe)
         except WeightsCorrupt as err:
             proven = await self._heal(candidate, commit.probe, err)
-        except (ServerRefused, HttpFailed, DeadlineExceeded, OSError) as err:
-            await self._go_back(f"version {candidate.policy_version}: {err}")
+        except Exception as err:
+            # Whatever it was, the server is half loaded.
+            await self._go_back(f"version {candidate.policy_version}: {err!r}")
             raise WeightsCorrupt(f"version {candidate.policy_version}: {err}") from err
         watch.lap("probe_s")
         await self._server.client.label(proven.policy_version)
