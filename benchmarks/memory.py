@@ -36,11 +36,12 @@ def main() -> None:
     parallel.leave()
 
 
-SETUPS = tuple(
+PLAIN = tuple(
     Setup(dtype=dtype, max_tokens=1024, sample_tokens=length, response_tokens=length * 3 // 4)
     for dtype in ("bfloat16", "float32")
     for length in (64, 256, 1024)
 )
+SETUPS = (*PLAIN, replace(PLAIN[1], recompute="selective"), replace(PLAIN[1], recompute="full"))
 
 
 def _compare(name: str, arch: Architecture, setup: Setup) -> None:
@@ -51,6 +52,7 @@ def _compare(name: str, arch: Architecture, setup: Setup) -> None:
         "memory",
         model=name,
         dtype=setup.dtype,
+        recompute=setup.recompute,
         rows=setup.rows,
         length=setup.sample_tokens,
         states_mb=round(states / 1e6, 2),

@@ -5,12 +5,14 @@ The terms follow the actor's own layers in order: each names a tensor that an op
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shared.models.deepseek_v4.architecture import C4_RATIO, Architecture
 from shared.parallel import Layout
 
 FP32 = 4
 INDEX = 8  # int64
+Recompute = Literal["none", "selective", "full"]
 QUERY_CHUNK = 128  # queries whose attention weights exist at once
 TOKEN_CHUNK = 1024  # tokens whose logits exist at once
 
@@ -48,14 +50,34 @@ class BlockActivations:
     boundary: int
     """The streams that enter it: all that full recompute keeps."""
     hyper_connections: int
+    """With what they hand to attention and experts, before and after the norm."""
     attention: int
     experts: int
-    working: int
+    attention_working: int
     """Beyond what is kept, for a moment of its backward pass."""
+    experts_working: int
 
-    @property
-    def kept(self) -> int:
-        return self.boundary + self.hyper_connections + self.attention + self.experts
+    def kept(self, recompute: Recompute) -> int:
+        """For its backward pass."""
+        match recompute:
+            case "none":
+                return self.boundary + self.hyper_connections + self.attention + self.experts
+            case "selective":
+                return self.boundary + self.hyper_connections
+            case "full":
+                return self.boundary
+
+    def working(self, recompute: Recompute) -> int:
+        """For a moment of it: what is computed again, and what its operations need."""
+        working = max(self.attention_working, self.experts_working)
+        match recompute:
+            case "none":
+                return working
+            case "selective":
+                attention = self.attention + self.attention_working
+                return max(attention, self.experts + self.experts_working)
+            case "full":
+                return self.kept("none") - self.boundary + working
 
 
 def block_activations(
@@ -67,10 +89,8 @@ def block_activations(
         hyper_connections=streams + _hyper_connections(arch, micro, precision),
         attention=_attention(arch, layer, micro, layout, precision),
         experts=_experts(arch, micro, layout, precision),
-        working=max(
-            _attention_working(arch, layer, micro, layout, precision),
-            _experts_working(arch, micro, layout, precision),
-        ),
+        attention_working=_attention_working(arch, layer, micro, layout, precision),
+        experts_working=_experts_working(arch, micro, layout, precision),
     )
 
 
@@ -88,12 +108,24 @@ def head_activations(
     return kept, 2 * chunk + max(chunk, backward + widening)
 
 
+def mtp_activations(
+    arch: Architecture, depth: int, micro: MicroBatch, layout: Layout, precision: Precision
+) -> int:
+    """What a trained block for multi-token prediction keeps: no block of these is recomputed."""
+    layer = arch.num_hidden_layers + depth
+    block = block_activations(arch, layer, micro, layout, precision).kept("none")
+    width = arch.hidden_size * precision.dtype_bytes
+    projected = micro.tokens * width * (3 + 2 * arch.hc_mult)  # embeddings and streams, normed
+    return block + projected + head_activations(arch, micro, layout, precision)[0]
+
+
 def _hyper_connections(arch: Architecture, micro: MicroBatch, precision: Precision) -> int:
-    """Coefficients of both halves, and the results that are merged into the streams."""
+    """Coefficients of both halves, what goes into the norms and out of them, and the results that
+    are merged into the streams."""
     n = arch.hc_mult
     coefficients = 1 + (2 * n + n * n) + 4 * n + 2 * n * n  # raw, gates before and after, mixing
-    merged = arch.hidden_size * precision.dtype_bytes
-    return 2 * micro.tokens * (coefficients * FP32 + merged)
+    vectors = 3 * arch.hidden_size * precision.dtype_bytes
+    return 2 * micro.tokens * (coefficients * FP32 + vectors)
 
 
 def _attention(
@@ -102,7 +134,7 @@ def _attention(
     b, copies = precision.dtype_bytes, 2 if precision.rounds else 1
     heads = arch.num_attention_heads // layout.tensor
     groups = arch.o_groups // layout.tensor
-    per_token = (1 + copies) * arch.hidden_size * b  # around the norm
+    per_token = (copies - 1) * arch.hidden_size * b  # the rounded input
     per_token += (1 + copies) * arch.q_lora_rank * b
     per_token += 3 * heads * arch.head_dim * b  # queries, mixed values, turned back
     per_token += heads * FP32 + arch.head_dim * (b + FP32)  # scales; K = V, normed and wide
@@ -128,7 +160,7 @@ def _experts(arch: Architecture, micro: MicroBatch, layout: Layout, precision: P
     b, copies = precision.dtype_bytes, 2 if precision.rounds else 1
     routed = micro.tokens * arch.num_experts_per_tok
     inner = arch.moe_intermediate_size // layout.expert_tensor
-    kept = micro.tokens * (1 + copies) * arch.hidden_size * b  # around the norm
+    kept = micro.tokens * (copies - 1) * arch.hidden_size * b  # the rounded input
     kept += 3 * micro.tokens * arch.n_routed_experts * FP32  # the router's scores
     kept += routed * (arch.hidden_size * b + 2 * inner * b + FP32 + 2 * INDEX)
     shared = arch.moe_intermediate_size * arch.n_shared_experts // layout.tensor

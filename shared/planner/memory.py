@@ -4,7 +4,12 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.planner.activations import BlockActivations, block_activations, head_activations
+from shared.planner.activations import (
+    Recompute,
+    block_activations,
+    head_activations,
+    mtp_activations,
+)
 from shared.planner.parameters import FP32_BYTES, Parameters, stage_parameters
 from shared.planner.setup import Setup
 
@@ -78,15 +83,16 @@ def _memory(
 ) -> Memory:
     micro, layout, precision = setup.micro_batch, setup.layout, setup.precision
     blocks = [block_activations(arch, layer, micro, layout, precision) for layer in layers]
-    kept = [_kept(block, setup, index) for index, block in enumerate(blocks)]
-    again = [block.kept - part for block, part in zip(blocks, kept, strict=True)]
+    modes = [_recompute(setup, index) for index in range(len(layers))]
+    pairs = list(zip(blocks, modes, strict=True))
     streams = micro.tokens * arch.hc_mult * arch.hidden_size * precision.dtype_bytes
+    working = max(block.working(mode) for block, mode in pairs) + 2 * streams
     under_way = min(layout.pipeline - number, setup.micro_batches)
-    working = max(b.working + part for b, part in zip(blocks, again, strict=True)) + 2 * streams
-    activations, logits = under_way * sum(kept), 0
+    activations = under_way * sum(block.kept(mode) for block, mode in pairs)
+    logits = 0
     if number == layout.pipeline - 1:
         head_kept, logits = head_activations(arch, micro, layout, precision)
-        activations += head_kept
+        activations += head_kept + _mtp(arch, setup)
     return Memory(
         weights=held.weight_bytes(precision.dtype_bytes),
         gradients=held.trained * FP32_BYTES,
@@ -98,17 +104,16 @@ def _memory(
     )
 
 
-def _kept(block: BlockActivations, setup: Setup, index: int) -> int:
-    """What a block leaves for its backward pass."""
-    if setup.recomputed_blocks is not None and index >= setup.recomputed_blocks:
-        return block.kept
-    match setup.recompute:
-        case "none":
-            return block.kept
-        case "selective":
-            return block.boundary + block.hyper_connections
-        case "full":
-            return block.boundary
+def _recompute(setup: Setup, index: int) -> Recompute:
+    """Of a stage's block number `index`."""
+    limit = setup.recomputed_blocks
+    return setup.recompute if limit is None or index < limit else "none"
+
+
+def _mtp(arch: Architecture, setup: Setup) -> int:
+    depths = range(arch.num_nextn_predict_layers if setup.trains_mtp else 0)
+    given = (setup.micro_batch, setup.layout, setup.precision)
+    return sum(mtp_activations(arch, depth, *given) for depth in depths)
 
 
 def _buffers(arch: Architecture, setup: Setup, held: Parameters, streams: int) -> int:

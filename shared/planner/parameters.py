@@ -57,9 +57,17 @@ class Parameters:
 
 
 def stage_parameters(
-    arch: Architecture, layout: Layout, *, stage: int, freeze_router: bool
+    arch: Architecture,
+    layout: Layout,
+    *,
+    stage: int,
+    freeze_router: bool,
+    trains_mtp: bool = False,
 ) -> Parameters:
-    """What each rank of pipeline stage `stage` holds; MTP blocks are the last stage's."""
+    """What each rank of pipeline stage `stage` holds.
+
+    MTP blocks are the last stage's; where they are trained it has a copy of the embedding, too.
+    """
     layers = layout.stage_layers(arch.num_hidden_layers)[stage]
     keys = [f"layers.{layer}" for layer in layers]
     if stage == 0:
@@ -69,7 +77,11 @@ def stage_parameters(
     total = Parameters()
     for key in keys:
         for kind, number in _counts(arch)[key].items():
-            total += _on_rank(kind, number, layout, freeze_router=freeze_router)
+            total += _on_rank(
+                kind, number, layout, freeze_router=freeze_router, trains_mtp=trains_mtp
+            )
+    if trains_mtp and 0 < stage == layout.pipeline - 1:
+        total += Parameters(frozen=arch.vocab_size * arch.hidden_size // layout.tensor)
     return total
 
 
@@ -77,7 +89,7 @@ def stage_parameters(
 class _Kind:
     spread: Spread
     storage: Literal["plain", "exact", "table"]
-    role: Literal["trained", "router", "frozen"]
+    role: Literal["trained", "router", "mtp", "mtp router", "frozen"]
 
 
 @lru_cache(maxsize=8)
@@ -105,12 +117,16 @@ def _kind(name: str, tail: str, *, is_mtp: bool) -> _Kind:
     if weight == "table":
         return _Kind(spread, "table", "frozen")
     storage: Literal["plain", "exact"] = "exact" if weight == "exact" else "plain"
-    if is_mtp or _INDEXER.match(tail) or tail == "ffn.gate.bias":
+    if _INDEXER.match(tail) or tail == "ffn.gate.bias":
         return _Kind(spread, storage, "frozen")
-    return _Kind(spread, storage, "router" if tail == "ffn.gate.weight" else "trained")
+    if tail == "ffn.gate.weight":
+        return _Kind(spread, storage, "mtp router" if is_mtp else "router")
+    return _Kind(spread, storage, "mtp" if is_mtp else "trained")
 
 
-def _on_rank(kind: _Kind, number: int, layout: Layout, *, freeze_router: bool) -> Parameters:
+def _on_rank(
+    kind: _Kind, number: int, layout: Layout, *, freeze_router: bool, trains_mtp: bool
+) -> Parameters:
     ranks = {
         "whole": 1,
         "tensor": layout.tensor,
@@ -119,7 +135,12 @@ def _on_rank(kind: _Kind, number: int, layout: Layout, *, freeze_router: bool) -
     here = number // ranks[kind.spread]
     if kind.storage == "table":
         return Parameters(table_entries=here)
-    if kind.role == "frozen" or (kind.role == "router" and freeze_router):
+    is_frozen = (
+        kind.role == "frozen"
+        or ("router" in kind.role and freeze_router)
+        or ("mtp" in kind.role and not trains_mtp)
+    )
+    if is_frozen:
         return Parameters(frozen_exact=here) if kind.storage == "exact" else Parameters(frozen=here)
     if kind.spread == "expert":
         return Parameters(experts=here)

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from shared.job import Job
 from shared.parallel import Layout
-from shared.planner.activations import MicroBatch, Precision
+from shared.planner.activations import MicroBatch, Precision, Recompute
 
 GB = 10**9
 ROW_ALIGNMENT = 8  # rows of a micro-batch are padded to multiples of this
@@ -40,12 +40,13 @@ class Setup:
     rounds: bool = False
     rounds_activations: bool = False
     freeze_router: bool = True
+    trains_mtp: bool = False
     max_tokens: int = 8192
     sample_tokens: int = 8192
     response_tokens: int = 4096
     samples_per_step: int = 256
     updates_per_step: int = 1
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     recomputed_blocks: int | None = None
     offload: float = 0.0
 
@@ -58,6 +59,7 @@ class Setup:
             rounds=actor.quantisation != "none",
             rounds_activations=actor.quantisation == "full",
             freeze_router=actor.freeze_router,
+            trains_mtp=actor.mtp_loss_weight > 0,
             max_tokens=actor.max_tokens_per_gpu,
             sample_tokens=job.max_sample_tokens,
             response_tokens=sampling.max_response_tokens,

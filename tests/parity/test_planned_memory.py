@@ -16,22 +16,32 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed:FutureWarnin
 LARGE_VOCABULARY = replace(ALIGNED, vocab_size=4096)
 
 
-def setup(dtype: str, length: int) -> Setup:
-    return Setup(dtype=dtype, max_tokens=512, sample_tokens=length, response_tokens=length * 3 // 4)
+def setup(dtype: str, length: int, recompute: str) -> Setup:
+    return Setup(
+        dtype=dtype,
+        max_tokens=512,
+        sample_tokens=length,
+        response_tokens=length * 3 // 4,
+        recompute=recompute,
+    )
 
 
 @pytest.mark.parametrize(
-    ("arch", "length", "dtype"),
+    ("arch", "length", "dtype", "recompute"),
     [
-        (DEMO, 64, "bfloat16"),
-        (DEMO, 512, "float32"),
-        (ALIGNED, 256, "bfloat16"),
-        (LARGE_VOCABULARY, 128, "float32"),
+        (DEMO, 64, "bfloat16", "none"),
+        (DEMO, 256, "bfloat16", "selective"),
+        (DEMO, 256, "float32", "full"),
+        (DEMO, 512, "float32", "none"),
+        (ALIGNED, 256, "bfloat16", "none"),
+        (LARGE_VOCABULARY, 128, "float32", "none"),
     ],
-    ids=["demo, bf16", "demo, long", "aligned, bf16", "large vocabulary"],
+    ids=["demo, bf16", "selective", "full", "demo, long", "aligned, bf16", "large vocabulary"],
 )
-def test_the_plan_holds(megatron: None, arch: Architecture, length: int, dtype: str) -> None:
-    asked = setup(dtype, length)
+def test_the_plan_holds(
+    megatron: None, arch: Architecture, length: int, dtype: str, recompute: str
+) -> None:
+    asked = setup(dtype, length, recompute)
     found, planned = measure(arch, asked), plan_setup(arch, asked, Machine()).stages[0].memory
     assert planned.weights == pytest.approx(found.weights, rel=0.01)
     assert planned.gradients == pytest.approx(found.gradients, rel=0.01)

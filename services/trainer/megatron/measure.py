@@ -30,6 +30,7 @@ def measure(architecture: Architecture, setup: Setup) -> Measured:
     with MemoryTracker() as tracker:
         config = transformer_config(architecture, dtype=setup.dtype, initialise=True)
         model = DeepSeekV4(config, architecture, freeze_router=setup.freeze_router)
+        model.recompute(setup.recompute, setup.recomputed_blocks)
         weights = tracker.live_bytes
         wrapped = wrap(model, config)
         gradients = tracker.live_bytes - weights

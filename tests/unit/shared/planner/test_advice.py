@@ -24,7 +24,7 @@ def test_one_field_is_smaller_than_two() -> None:
     assert changes(offload=0.0) == {"actor.optimizer.offload.fraction": "0.5"}
     assert changes(offload=0.0, recompute="none") == {
         "actor.recompute.mode": "selective",
-        "actor.optimizer.offload.fraction": "0.5",
+        "actor.optimizer.offload.fraction": "0.75",
     }
 
 

@@ -70,3 +70,15 @@ def test_bytes_follow_the_formats() -> None:
     exact = one.dense_exact + one.frozen_exact
     assert one.weight_bytes(4) == 4 * one.total
     assert one.weight_bytes(2) == 2 * one.total + 2 * exact
+
+
+def test_a_trained_mtp_block_is_trained_and_reads_a_copy_of_the_embedding() -> None:
+    layout = Layout(world=2, pipeline=2)
+    frozen, trained = (
+        stage_parameters(ALIGNED, layout, stage=1, freeze_router=True, trains_mtp=trains)
+        for trains in (False, True)
+    )
+    embedding = ALIGNED.vocab_size * ALIGNED.hidden_size
+    assert trained.experts - frozen.experts == 3 * 8 * 256 * 256
+    assert trained.total - frozen.total == embedding
+    assert trained.trained > frozen.trained
