@@ -2,9 +2,10 @@
 
 `python -m benchmarks.reward [--seconds 4] [--cases FILE] [--out FILE]`. Throughput counts the CPU
 seconds of every process, the service's event loop included, so that other work on the machine does
-not matter; the same cases go through all, gold first. Latency needs an idle machine. It is open
-loop (checks arrive at a fixed rate in bursts of eight, whatever is still open) and that of normal
-checks; a tenth of all is hostile.
+not matter; the same cases go through all, gold first. Latency is open loop (checks arrive at a
+fixed rate in bursts of eight, whatever is open) and that of normal checks; a tenth of all is
+hostile. Rounds with and without hostile checks alternate, so that what else the machine does meets
+both; the ratio is that of the medians over rounds.
 """
 
 import argparse
@@ -14,10 +15,10 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 
 from rich.console import Console
 from rich.table import Table
@@ -158,23 +159,58 @@ def _cpu_s(worker_pid: int) -> float:
 
 
 async def _latency(cases: Sequence[Check], options: argparse.Namespace) -> list[Latency]:
-    pool = await GradingPool.start(PoolConfig(workers=options.workers))
+    pool = await GradingPool.start(_pool_config(options))
     await pool.prepare()
     await pool.warmed_up()
     await pool.grade(cases)
-    rows = []
-    for what, share in (("normal checks alone", 0.0), ("with 10 % hostile", HOSTILE_SHARE)):
-        rows.append(await _open_loop(pool, cases, what, share, options))
-        await asyncio.sleep(2 * HOSTILE_TIMEOUT_S)
+    rounds: dict[str, list[Latency]] = {}
+    for number in range(options.rounds):
+        for what, share in (("normal checks alone", 0.0), ("with 10 % hostile", HOSTILE_SHARE)):
+            found = await _open_loop(pool, cases, what, share, options, seed=number)
+            rounds.setdefault(what, []).append(found)
+            await asyncio.sleep(HOSTILE_TIMEOUT_S * 1.5)
     await pool.close()
-    return rows
+    alone, mixed = (_median(found) for found in rounds.values())
+    return [alone, mixed, _ratio(alone, mixed)]
+
+
+def _median(rounds: Sequence[Latency]) -> Latency:
+    """Of each figure over the rounds."""
+    figures = {
+        name: round(median(getattr(one, name) for one in rounds), 2)
+        for name in ("p50_ms", "p99_ms", "max_ms")
+    }
+    unscored = sum(one.unscored for one in rounds)
+    return replace(rounds[0], **figures, unscored=unscored)
+
+
+def _ratio(alone: Latency, mixed: Latency) -> Latency:
+    figures = {
+        name: round(getattr(mixed, name) / getattr(alone, name), 2)
+        for name in ("p50_ms", "p99_ms", "max_ms")
+    }
+    return replace(mixed, what="ratio", **figures, unscored=0)
+
+
+def _pool_config(options: argparse.Namespace) -> PoolConfig:
+    return PoolConfig(
+        workers=options.workers,
+        slow_nice=options.slow_nice,
+        slow_workers=options.slow_workers,
+    )
 
 
 async def _open_loop(
-    pool: GradingPool, cases: Sequence[Check], what: str, share: float, options: argparse.Namespace
+    pool: GradingPool,
+    cases: Sequence[Check],
+    what: str,
+    share: float,
+    options: argparse.Namespace,
+    *,
+    seed: int,
 ) -> Latency:
     """Latency of a normal check: from its arrival to its own outcome."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     source = cycle(rng.sample(cases, len(cases)))
     asked: list[asyncio.Task[tuple[float, Outcome] | None]] = []
     begin_s = time.perf_counter()
@@ -234,6 +270,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reward")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of each measurement")
     parser.add_argument("--workers", type=int, default=PoolConfig().workers)
+    parser.add_argument("--rounds", type=int, default=5, help="of latency, each with and without")
+    parser.add_argument("--slow-nice", type=int, default=PoolConfig().slow_nice)
+    parser.add_argument("--slow-workers", type=int, default=PoolConfig().slow_workers)
     parser.add_argument("--only", choices=["throughput", "latency"])
     parser.add_argument("--rate", type=float, default=160.0, help="checks per second that arrive")
     parser.add_argument("--cases", type=Path, help="JSON lines with response and gold")

@@ -16,6 +16,7 @@ from services.cli.evaluate import evaluate
 from services.cli.explain import explain
 from services.cli.parity import parity
 from services.cli.plan import plan
+from services.cli.regrade import regrade
 from services.cli.run import log_to, run
 from services.cli.stack import MAX_REWARD, MAX_ROLLOUT, check_stack, choose_ports, stack_programs
 from services.cli.tables import job_table, jobs_table
@@ -60,6 +61,7 @@ app.command()(explain)
 app.command()(parity)
 app.command()(plan)
 app.command("eval")(evaluate)
+app.command()(regrade)
 
 
 @app.command()

@@ -1,0 +1,227 @@
+"""`regrade`: what would another grader have said of a recorded run?
+
+Reads the samples of a run's evaluations (`evals/*.jsonl`) and, where the job recorded them, its
+training groups (`recording.sqlite`); asks a reward service for new outcomes, and shows where they
+differ. Nothing of the run is changed.
+"""
+
+import json
+import sqlite3
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from services.cli.run import log_to, run
+from services.cli.stack import choose_ports, offline_programs
+from services.evaluator.samples import read_samples
+from shared.broker import HOST
+from shared.chat import graded_text
+from shared.errors import ConfigInvalid, HttpFailed, TandemError
+from shared.http import HttpClient
+from shared.local_stack import running
+from shared.messages import Outcome, Score, ScoredGroup
+
+RECORDING_FILE = "recording.sqlite"
+ITEMS_AT_ONCE = 1000
+REQUEST_S = 600.0
+SAME = 1e-9  # values closer than this are the same
+_OUTCOMES: TypeAdapter[list[Outcome]] = TypeAdapter(list[Outcome])
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One response of a run, and what was said of it then. Example name: 'v00000010 row 3.0'."""
+
+    name: str
+    response: str
+    gold: str
+    before: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    recorded: Recorded
+    after: Outcome
+
+
+def regrade(
+    run_dir: Annotated[Path, typer.Argument(help="runs/<job>, or one file of samples.")],
+    grader: Annotated[str, typer.Option(help="The other grader.")] = "math",
+    limit: Annotated[int, typer.Option(help="Differences that are shown.", min=0)] = 40,
+    timeout_s: Annotated[float, typer.Option(min=0.01, max=60)] = 5.0,
+    reward: Annotated[
+        str | None, typer.Option(envvar="TANDEM_REWARD", metavar="URL", help="Default: one here.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every difference as JSON lines.")
+    ] = None,
+) -> None:
+    """Grade a recorded run with another grader and show the differences."""
+
+    stack_dir = run_dir.absolute().parent / "_stack" / "regrade"
+
+    async def command() -> int:
+        recorded = list(read_run(run_dir))
+        if not recorded:
+            raise ConfigInvalid(f"{run_dir} holds no samples of evaluations and no recording.")
+        if reward is not None:
+            after = await _ask(reward.rstrip("/"), recorded, grader, timeout_s)
+        else:
+            after = await _here(stack_dir, recorded, grader, timeout_s)
+        found = differences(recorded, after)
+        if json_file is not None:
+            json_file.write_text("".join(_line(one) for one in found), encoding="utf-8")
+        _show(recorded, after, found, limit)
+        return 0
+
+    run(command())
+
+
+def read_run(path: Path) -> Iterator[Recorded]:
+    """Every graded response of a run folder, or of one file of samples."""
+    if path.is_file():
+        yield from _samples(path)
+        return
+    for file in sorted((path / "evals").glob("*.jsonl")):
+        if not file.name.endswith(".partial.jsonl"):
+            yield from _samples(file)
+    if (path / RECORDING_FILE).is_file():
+        yield from _groups(path / RECORDING_FILE)
+
+
+def differences(recorded: Sequence[Recorded], after: Sequence[Outcome]) -> list[Difference]:
+    """Where kind or value is another one."""
+    pairs = zip(recorded, after, strict=True)
+    return [Difference(one, now) for one, now in pairs if _key(one.before) != _key(now)]
+
+
+def _samples(file: Path) -> Iterator[Recorded]:
+    try:
+        _, results = read_samples(file)
+    except ValueError as err:
+        raise ConfigInvalid(str(err)) from err
+    for result in results:
+        for number, sample in enumerate(result.samples):
+            name = f"{file.stem} row {result.row}.{number}"
+            response = graded_text(result.prompt, sample.text)
+            yield Recorded(name, response, result.gold, sample.outcome)
+
+
+def _groups(file: Path) -> Iterator[Recorded]:
+    db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        for (body,) in db.execute("SELECT body FROM groups ORDER BY draw"):
+            scored = ScoredGroup.unpack(zlib.decompress(body))
+            prompt = scored.group.prompt
+            for rollout, outcome in zip(scored.group.rollouts, scored.outcomes, strict=True):
+                response = graded_text(prompt.prompt_text, rollout.text)
+                yield Recorded(rollout.rollout_id, response, prompt.gold, outcome)
+    except (sqlite3.Error, zlib.error) as err:
+        raise ConfigInvalid(f"{file} cannot be read: {err}") from err
+    finally:
+        db.close()
+
+
+async def _here(
+    stack_dir: Path, recorded: Sequence[Recorded], grader: str, timeout_s: float
+) -> list[Outcome]:
+    """With a reward service of our own."""
+    ports = choose_ports(num_rollout=0, num_reward=1, base=0)
+    with log_to(stack_dir / "stack.log"):
+        programs = offline_programs(ports, data_dir=stack_dir, runs_dir=stack_dir, data_roots=[])
+        async with running(programs, log_dir=stack_dir):
+            url = f"http://{HOST}:{ports.reward[0]}"
+            return await _ask(url, recorded, grader, timeout_s)
+
+
+async def _ask(
+    url: str, recorded: Sequence[Recorded], grader: str, timeout_s: float
+) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    async with HttpClient() as http:
+        for begin in range(0, len(recorded), ITEMS_AT_ONCE):
+            items = [
+                {"response": one.response, "gold": one.gold, "grader": grader}
+                | {"timeout_s": timeout_s}
+                for one in recorded[begin : begin + ITEMS_AT_ONCE]
+            ]
+            try:
+                answer = await http.post(f"{url}/v1/grade", {"items": items}, timeout_s=REQUEST_S)
+            except HttpFailed as err:
+                raise TandemError(_refusal(err)) from err
+            outcomes += _OUTCOMES.validate_python(answer["outcomes"])
+    return outcomes
+
+
+def _show(
+    recorded: Sequence[Recorded],
+    after: Sequence[Outcome],
+    found: Sequence[Difference],
+    limit: int,
+) -> None:
+    console = Console()
+    moves = Counter((_word(one.recorded.before), _word(one.after)) for one in found)
+    table = Table("before", "after", "responses")
+    for (before, now), number in moves.most_common():
+        table.add_row(before, now, str(number))
+    console.print(
+        f"{len(recorded)} responses, {len(found)} judged otherwise; mean of the scores "
+        f"{_mean([one.before for one in recorded])} before, {_mean(after)} after"
+    )
+    if found:
+        console.print(table)
+    for one in found[:limit]:
+        told = one.after
+        reason = getattr(told, "extracted", "") or getattr(told, "reason", "")
+        console.print(
+            f"[bold]{escape(one.recorded.name)}[/]: {_word(one.recorded.before)} -> {_word(told)}, "
+            f"gold {escape(one.recorded.gold[:60])!r}, read {escape(str(reason)[:80])!r}",
+            soft_wrap=True,
+        )
+    if len(found) > limit:
+        console.print(f"and {len(found) - limit} more (--limit, --json)")
+
+
+def _line(one: Difference) -> str:
+    fields: dict[str, Any] = {
+        "name": one.recorded.name,
+        "gold": one.recorded.gold,
+        "response": one.recorded.response,
+        "before": one.recorded.before.model_dump(),
+        "after": one.after.model_dump(),
+    }
+    return json.dumps(fields) + "\n"
+
+
+def _key(outcome: Outcome) -> tuple[str, float]:
+    value = outcome.value if isinstance(outcome, Score) else 0.0
+    return outcome.kind, round(value / SAME) * SAME
+
+
+def _word(outcome: Outcome) -> str:
+    return f"score {outcome.value:g}" if isinstance(outcome, Score) else outcome.kind
+
+
+def _mean(outcomes: Sequence[Outcome]) -> str:
+    values = [one.value for one in outcomes if isinstance(one, Score)]
+    return f"{sum(values) / len(values):.4f} of {len(values)}" if values else "none"
+
+
+def _refusal(err: HttpFailed) -> str:
+    if err.status is None:
+        return f"No reward service answers {err.url}: start one, or leave --reward out."
+    try:
+        return "; ".join(
+            f"{one['key']}: {one['message']}" for one in json.loads(err.body)["detail"]
+        )
+    except (ValueError, KeyError, TypeError):
+        return str(err)
