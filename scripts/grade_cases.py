@@ -1,8 +1,8 @@
 """Grade a file of cases and print a table: verdict, outcome, time, and what was expected.
 
-`python -m scripts.grade_cases FILE [--grader math]`. FILE holds JSON lines with `response`, `gold`
-and, if known, `expected` ("correct" or "incorrect"), `id`, `note`. Exit code 1 when a case with an
-expectation is judged otherwise.
+`python -m scripts.grade_cases FILE [--grader math] [--out TABLE.md]`. FILE holds JSON lines with
+`response`, `gold` and, if known, `expected` ("correct" or "incorrect"), `id`, `note`. Exit code 1
+when a case with an expectation is judged otherwise.
 """
 
 import argparse
@@ -38,6 +38,8 @@ def main() -> None:
             *(case.get("expected", ""), f"[red]{judged}[/]" if is_wrong else judged),
         )
     Console(width=160).print(table)
+    if options.out:
+        options.out.write_text(_markdown(cases, results))
     print(f"{len(cases)} cases, {num_wrong} judged otherwise than expected")
     raise SystemExit(1 if num_wrong else 0)
 
@@ -59,6 +61,20 @@ async def _grade(
     return results
 
 
+def _markdown(cases: list[dict[str, Any]], results: list[tuple[Outcome, float]]) -> str:
+    """The same table for a document."""
+    lines = ["| case | response | gold | verdict | outcome | ms |", "|---|---|---|---|---|---|"]
+    for number, (case, (outcome, seconds)) in enumerate(zip(cases, results, strict=True)):
+        is_right = isinstance(outcome, Score) and outcome.value > 0
+        texts = [_short(str(case[key]), 60).replace("|", "\\|") for key in ("response", "gold")]
+        told = f"{outcome.kind}: {_short(_reason(outcome), 60)}".replace("|", "\\|")
+        lines.append(
+            f"| {case.get('id', number)} | `` {texts[0]} `` | `` {texts[1]} `` "
+            f"| {'right' if is_right else 'wrong'} | {told} | {seconds * 1e3:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def _reason(outcome: Outcome) -> str:
     return str(getattr(outcome, "reason", ""))
 
@@ -72,6 +88,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.grade_cases")
     parser.add_argument("file", type=Path)
     parser.add_argument("--grader", default="math")
+    parser.add_argument("--out", type=Path, help="write the table as Markdown, too")
     parser.add_argument("--timeout-s", type=float, default=5.0)
     return parser.parse_args()
 
