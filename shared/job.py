@@ -21,6 +21,7 @@ from shared.job_actor import (
 from shared.job_algorithm import AlgorithmSection
 from shared.job_cluster import ClusterSection, SGLangSection, TrackingSection
 from shared.job_reward import GraderName, OverlongSection, RewardPart
+from shared.job_warm_up import WarmUpSection
 from shared.parallel import Layout
 from shared.section import Section
 
@@ -82,7 +83,20 @@ class SamplingSection(Section):
     dynamic: bool = True
     """Drop groups whose scores do not differ and draw others instead."""
     max_redraws: float = Field(8.0, ge=1.0)
-    """Groups drawn per step, as a multiple of groups_per_step, before the step is cut short."""
+    """Groups that may arrive for a step, as a multiple of groups_per_step."""
+    max_wait_s: float | None = Field(None, gt=0)
+    """Seconds that a step may be collected for."""
+    min_usable_share: float = Field(0.0, ge=0, le=1)
+    """Of a step's arrived groups (groups_per_step at least), those that must be trainable."""
+    when_short: Literal["smaller", "stop"] = "smaller"
+    """What happens when one of the three bounds is hit before a step has its groups: it is taken
+    with those that are there, or the job pauses with the reasons."""
+    interrupted: Literal["resume", "discard"] = "resume"
+    """A completion that an update cut short (`update.pause_mode = "abort"`) goes on under the new
+    version, or begins again."""
+    extra_samples: int = Field(0, ge=0, le=64)
+    """Samples begun beyond samples_per_prompt; a group ends with its first samples_per_prompt
+    complete ones. Saves waiting for the longest, and favours short responses."""
 
 
 class OptimizerSection(Section):
@@ -279,6 +293,18 @@ class Job(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
     seed: int = Field(0, ge=0, lt=2**63)
     steps: int = Field(gt=0)
+    mode: Literal["train", "rollout_only", "train_only"] = "train"
+    """rollout_only samples, grades and records with the first weights; a step is then so many
+    groups. train_only trains the steps of a recording, without samplers."""
+    deterministic: bool = False
+    """Take groups in draw order, whatever order they arrive in: the same job twice gives the same
+    groups. Needs `algorithm.max_lag = 0`."""
+    record: bool = False
+    """Keep every group that arrives, for `replay` and `explain`."""
+    warm_up: WarmUpSection | None = None
+    """Supervised first steps."""
+    recording: str | None = None
+    """Run folder with a recording; train_only needs it."""
     model: ModelSection
     data: DataSection
     sampling: SamplingSection
@@ -326,12 +352,53 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
+    def _mode_fits(self) -> Self:
+        if (self.mode == "train_only") != (self.recording is not None):
+            raise ValueError(
+                f"mode {self.mode!r} and recording {self.recording!r}: train_only trains a "
+                "recording, and only it reads one"
+            )
+        if self.mode == "rollout_only" and not self.record:
+            raise ValueError("mode 'rollout_only' keeps nothing unless record = true")
+        if self.mode == "train_only" and (self.eval is not None or self.record):
+            raise ValueError("mode 'train_only' has no samplers: leave out eval and record")
+        if self.sampling.interrupted == "discard" and self.update.pause_mode != "abort":
+            raise ValueError(
+                f"sampling.interrupted 'discard' needs update.pause_mode 'abort': with "
+                f"{self.update.pause_mode!r} an update interrupts no completion"
+            )
+        timed = self.sampling.extra_samples or self.sampling.max_wait_s
+        if self.warm_up and (self.warm_up.steps >= self.steps or self.mode == "rollout_only"):
+            raise ValueError(
+                f"warm_up.steps {self.warm_up.steps} are the first of steps {self.steps}: there "
+                "must be more, and mode 'rollout_only' trains none"
+            )
+        if self.deterministic and timed:
+            raise ValueError(
+                "deterministic jobs do not depend on time: leave out sampling.extra_samples and "
+                "sampling.max_wait_s"
+            )
+        if self.deterministic and self.algorithm.max_lag:
+            raise ValueError(
+                f"deterministic needs algorithm.max_lag 0, not {self.algorithm.max_lag}: what a "
+                "stale sample was drawn with depends on time"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _algorithm_fits(self) -> Self:
         sampling, algorithm = self.sampling, self.algorithm
         if sampling.samples_per_prompt == 1 and (algorithm.uses_groups or sampling.dynamic):
             raise ValueError(
                 "sampling.samples_per_prompt 1 gives groups without a difference: it needs "
                 "algorithm.baseline 'batch_mean' or 'none' and sampling.dynamic = false"
+            )
+        whole = algorithm.policy_loss == "sequence_ratio" or algorithm.correction.is_of_responses
+        if whole and self.actor.parallel.context > 1:
+            raise ValueError(
+                f"actor.parallel.context {self.actor.parallel.context} splits responses over ranks:"
+                " policy_loss 'sequence_ratio', correction.level 'sequence' or 'geometric' and "
+                "correction.veto need them whole, use 1"
             )
         overlong = algorithm.overlong
         if overlong and overlong.buffer_tokens > sampling.max_response_tokens:
@@ -364,7 +431,7 @@ class Job(Section):
 
     @property
     def warnings(self) -> list[str]:
-        if self.eval is None:
+        if self.eval is None and self.mode == "train":
             return ["no eval section: the online reward alone is biased by dynamic sampling"]
         return []
 

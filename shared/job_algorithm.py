@@ -65,6 +65,11 @@ class CorrectionSection(Section):
             raise ValueError("veto does nothing with kind 'none'")
         return self
 
+    @property
+    def is_of_responses(self) -> bool:
+        """Whether a token's weight depends on the others of its response."""
+        return self.kind != "none" and (self.level != "token" or self.veto is not None)
+
 
 class KlSection(Section):
     """The distance to the frozen reference policy: the actor's first weights."""
@@ -123,7 +128,8 @@ class AlgorithmSection(Section):
     """leave_out: a truncated response counts in its group's baseline and is not trained on."""
     updates_per_batch: int = Field(1, gt=0, le=16)
     max_bad_logprob_share: float = Field(0.05, ge=0, le=1)
-    """A step with more unusable sampler log-probabilities than this is refused."""
+    """A group with more unusable sampler log-probabilities (NaN, infinite, positive) than this is
+    dropped when it arrives, and a step that has more all the same is refused."""
 
     @model_validator(mode="before")
     @classmethod

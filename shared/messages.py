@@ -62,6 +62,7 @@ class PromptGroup(Message):
     gold: str
     grader: str
     num_samples: int = Field(gt=0)
+    extra_samples: int = Field(0, ge=0, description="begun as well; the first to end are kept")
     sampling: SamplingParams
     seed: int = Field(description="sample i of the group is seeded by (seed, i)")
     min_policy_version: int = Field(ge=0)
@@ -227,6 +228,7 @@ class TrainingBatch(Message):
     temperature: float = Field(gt=0)
     samples: list[TrainingSample]
     group_ids: list[str]
+    supervised: bool = Field(False, description="responses are examples: their likelihood grows")
 
 
 class JobAnnounced(Message):

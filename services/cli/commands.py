@@ -17,6 +17,7 @@ from services.cli.explain import explain
 from services.cli.parity import parity
 from services.cli.plan import plan
 from services.cli.regrade import regrade
+from services.cli.replay import replay
 from services.cli.run import log_to, run
 from services.cli.stack import MAX_REWARD, MAX_ROLLOUT, check_stack, choose_ports, stack_programs
 from services.cli.tables import job_table, jobs_table
@@ -50,6 +51,9 @@ PortsFrom = Annotated[
 ]
 Rollout = Annotated[int, typer.Option(help="Rollout replicas.", min=1, max=MAX_ROLLOUT)]
 Reward = Annotated[int, typer.Option(help="Reward replicas.", min=1, max=MAX_REWARD)]
+Record = Annotated[
+    bool, typer.Option("--record", help="Keep every group of the run, for `replay`.")
+]
 RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
 
 LOCAL_TRAINER = "http://127.0.0.1:8700"
@@ -62,6 +66,7 @@ app.command()(parity)
 app.command()(plan)
 app.command("eval")(evaluate)
 app.command()(regrade)
+app.command()(replay)
 
 
 @app.command()
@@ -99,11 +104,12 @@ def demo(
     rollout: Rollout = 2,
     reward: Reward = 1,
     changes: Changes = None,
+    record: Record = False,
     runs_dir: RunsDir = Path("runs"),
     ports_from: PortsFrom = None,
 ) -> None:
     """Start everything, train a job, show it live, compare before and after, stop everything."""
-    given = {"seed": seed, "steps": steps}
+    given = {"seed": seed, "steps": steps, "record": "true" if record else None}
     options = DemoOptions(
         job=job,
         changes=[*(changes or []), *(f"{k}={v}" for k, v in given.items() if v is not None)],
@@ -117,6 +123,7 @@ def demo(
 def submit(
     job: Annotated[Path, typer.Argument(help="A job document in TOML.")],
     changes: Changes = None,
+    record: Record = False,
     watch_it: Annotated[bool, typer.Option("--watch", help="Follow it to its end.")] = False,
     trainer: Trainer = LOCAL_TRAINER,
     as_json: Json = False,
@@ -124,7 +131,7 @@ def submit(
     """Submit a job; wrong keys are refused, each with its value and what is allowed."""
 
     async def command() -> int:
-        document = read_job(job, changes or [])
+        document = read_job(job, [*(changes or []), *(["record=true"] if record else [])])
         async with TandemClient(trainer, patience_s=10) as client:
             submitted = await client.submit(document)
         if as_json:

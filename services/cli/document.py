@@ -17,9 +17,14 @@ def read_job(path: Path, changes: Sequence[str]) -> dict[str, Any]:
         raise ConfigInvalid(f"Cannot read the job {path}: {err.strerror}.") from err
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
         raise ConfigInvalid(f"{path} is not valid TOML: {err}.") from err
+    change_document(document, changes)
+    return document
+
+
+def change_document(document: dict[str, Any], changes: Sequence[str]) -> None:
+    """In place."""
     for change in changes:
         _apply(document, change)
-    return document
 
 
 def _apply(document: dict[str, Any], change: str) -> None:

@@ -102,7 +102,7 @@ async def generate(body: GenerateRequest, request: Request) -> GenerateResponse:
             ]
     except* (Retryable, ValueError, ChannelClosed, DeadlineExceeded, TimeoutError) as errors:
         raise _first(errors) from errors
-    results = [[_sample(one, serving) for one in task.result()] for task in sampling]
+    results = [[_sample(one, serving) for one in task.result().values()] for task in sampling]
     return GenerateResponse(policy_version=version, results=results)
 
 

@@ -40,15 +40,17 @@ class Serving:
     def policy_version(self) -> int | None:
         return self.engine.policy_version
 
-    async def sample(self, request: GroupRequest, *, timeout_s: float) -> list[Completion]:
-        """All completions of a request. What an update cut short is resumed under the new version.
+    async def sample(self, request: GroupRequest, *, timeout_s: float) -> dict[int, Completion]:
+        """The completions of a request by sample: all, or the first `request.enough`.
 
-        Retryable when the engine is about to end.
+        What an update cut short is resumed under the new version, or begun again if the job says
+        so. Retryable when the engine is about to end.
         """
         done: dict[int, Completion] = {}
         wanted, partial = list(request.samples), dict(request.partial)
+        enough = min(request.enough or len(wanted), len(wanted))
         async with asyncio.timeout(timeout_s):
-            while wanted:
+            while len(done) < enough:
                 part = GroupRequest(
                     request_id=self.engine.new_request_id(),
                     prompt_token_ids=request.prompt_token_ids,
@@ -59,15 +61,18 @@ class Serving:
                     policy_version=request.policy_version,
                     partial=partial,
                     with_routes=request.with_routes,
+                    enough=enough - len(done),
                 )
                 completions = await self.engine.generate(part, timeout_s=timeout_s)
                 by_index = dict(zip(wanted, completions, strict=True))
                 partial = {i: one for i, one in by_index.items() if one.finish_reason == "abort"}
-                done |= by_index
+                done |= {i: one for i, one in by_index.items() if i not in partial}
                 wanted = list(partial)
-                if wanted and (self.closing.is_set() or self.engine.died.is_set()):
+                if self.job.sampling.interrupted == "discard":
+                    partial = {}
+                if len(done) < enough and (self.closing.is_set() or self.engine.died.is_set()):
                     raise Retryable(f"job {self.job_id} is no longer served here")
-        return [done[index] for index in request.samples]
+        return {index: done[index] for index in sorted(done)[:enough]}
 
 
 @contextlib.asynccontextmanager

@@ -159,11 +159,12 @@ class SampleWorker:
         await publish(self._redis, topology.rollouts(prompt.job_id), group.pack())
         await self._report(group)
 
-    async def _sample(self, serving: Serving, prompt: PromptGroup) -> list[Completion]:
+    async def _sample(self, serving: Serving, prompt: PromptGroup) -> dict[int, Completion]:
         request = GroupRequest(
             request_id="",
             prompt_token_ids=prompt.prompt_token_ids,
-            samples=list(range(prompt.num_samples)),
+            samples=list(range(prompt.num_samples + prompt.extra_samples)),
+            enough=prompt.num_samples,
             sampling=prompt.sampling,
             seed=prompt.seed,
             with_routes=serving.engine.spec.records,
@@ -176,10 +177,10 @@ class SampleWorker:
             raise Rejected(f"{prompt.group_id}: {err}") from err
 
     async def _keep_routes(
-        self, prompt: PromptGroup, completions: list[Completion]
+        self, prompt: PromptGroup, completions: dict[int, Completion]
     ) -> StoredRoutes | None:
         """What the engine recorded goes into a key of its own, before the group is published."""
-        routes = [one.routes for one in completions]
+        routes = [one.routes for one in completions.values()]
         if not any(routes):
             return None
         blobs = await asyncio.to_thread(_packed_routes, routes)
@@ -218,7 +219,8 @@ class SampleWorker:
 def group_share(job: Job, num_servers: int) -> int:
     """How many groups one of `num_servers` takes at once."""
     sampling = job.sampling
-    fills_engine = math.ceil(job.rollout.max_running_requests / sampling.samples_per_prompt)
+    begun = sampling.samples_per_prompt + sampling.extra_samples
+    fills_engine = math.ceil(job.rollout.max_running_requests / begun)
     can_be_open = math.ceil(
         (job.algorithm.max_lag + 1) * sampling.groups_per_step * sampling.oversampling
     )
@@ -235,8 +237,13 @@ def check_prompt(prompt: PromptGroup, serving: Serving) -> None:
             f"{prompt.group_id}: {len(ids)} prompt tokens leave no room in a context of "
             f"{spec.context_length}"
         )
-    if prompt.num_samples > (most := serving.job.sampling.samples_per_prompt):
-        raise Rejected(f"{prompt.group_id}: {prompt.num_samples} samples, the job asks for {most}")
+    sampling = serving.job.sampling
+    for asked, most in (
+        (prompt.num_samples, sampling.samples_per_prompt),
+        (prompt.extra_samples, sampling.extra_samples),
+    ):
+        if asked > most:
+            raise Rejected(f"{prompt.group_id}: {asked} samples, the job asks for {most}")
     for bad in (int(ids.min()), int(ids.max())):
         if not 0 <= bad < spec.arch.vocab_size:
             raise Rejected(
@@ -247,7 +254,7 @@ def check_prompt(prompt: PromptGroup, serving: Serving) -> None:
 
 def to_group(
     prompt: PromptGroup,
-    completions: list[Completion],
+    completions: dict[int, Completion],
     tokenizer: CheckpointTokenizer,
     *,
     replica: str,
@@ -266,7 +273,7 @@ def to_group(
             finish_reason=one.finish_reason,
             text=text_of(one, tokenizer),
         )
-        for index, one in enumerate(completions)
+        for index, one in completions.items()
     ]
     return RolloutGroup(
         prompt=prompt,

@@ -138,7 +138,7 @@ async def submit(
     idempotency_key: IdempotencyKey = None,
 ) -> Submitted:
     """Queue a job. Its files are checked before the answer."""
-    roots = allowed_roots(PROJECT_ROOT, state.config.data_roots)
+    roots = allowed_roots(PROJECT_ROOT, [*state.config.data_roots, state.config.runs_dir])
     try:
         job = await asyncio.to_thread(check_files, check_abilities(read_document(document)), roots)
         stored, is_new = state.store.add(job, idempotency_key=idempotency_key)

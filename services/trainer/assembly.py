@@ -21,6 +21,7 @@ from services.trainer.keeper import RankKeeper, StartRanks
 from services.trainer.preflight.check import NUM_PROMPTS, Preflight
 from services.trainer.prompts import PromptSource
 from services.trainer.publisher import Publisher
+from services.trainer.recording import RECORDING_FILE, Recording
 from services.trainer.rollback import Rollback
 from services.trainer.rounds import Rounds
 from services.trainer.sampled_routes import SampledRoutes
@@ -44,6 +45,7 @@ class Parts:
     store: VersionStore
     admission: Admission
     progress: Progress
+    source: PromptSource
     keeper: RankKeeper
     exporter: Exporter
     evals: Evaluations
@@ -54,6 +56,14 @@ class Parts:
     watch: Watch
     preflight: Preflight
     drift: DriftAttribution
+    recording: Recording | None
+
+    def close(self) -> None:
+        """The run's files."""
+        if self.recording is not None:
+            self.recording.close()
+        self.record.close()
+        self.books.close()
 
 
 def assemble(
@@ -79,6 +89,7 @@ def assemble(
     }
     told = {"record": own["record"], "events": own["events"]}
     store = VersionStore(run_dir)
+    recording = Recording(run_dir / RECORDING_FILE) if job.record else None
     keeper = RankKeeper(
         start_ranks,
         run_dir=run_dir,
@@ -106,7 +117,9 @@ def assemble(
     flow: dict[str, Any] = {"source": source, "admission": admission, "progress": progress}
     feeder = Feeder(redis, books=books, events=own["events"], **flow)
     routes = SampledRoutes.of(redis, job_id=job_id, job=job)
-    collector = Collector(redis, feeder=feeder, routes=routes, name=replica, **flow, **own)
+    beside: dict[str, Any] = {"feeder": feeder, "routes": routes, "recording": recording}
+    collector = Collector(redis, name=replica, **beside, **flow, **own)
+    feeder.num_kept = lambda: collector.num_kept
     watch = Watch(
         redis,
         job_id=job_id,
@@ -141,6 +154,7 @@ def assemble(
         store=store,
         admission=admission,
         progress=progress,
+        source=source,
         keeper=keeper,
         exporter=exporter,
         evals=evals,
@@ -151,6 +165,7 @@ def assemble(
         watch=watch,
         preflight=preflight,
         drift=DriftAttribution(keeper, store, settings=job.attribution, **told),
+        recording=recording,
         **own,
     )
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from services.trainer.loss.advantages import MIN_REWARD_SPREAD, advantages
 from services.trainer.loss.shaping import overlong_penalty
+from services.trainer.loss.validity import are_logprobs
 from shared.job import Job
 from shared.messages import (
     GraderError,
@@ -72,6 +73,8 @@ def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[floa
         return Unusable("empty_responses", graded)
     if oldest < oldest_trainable:
         return Unusable("too_old", graded)
+    if _bad_logprob_share(scored.group.rollouts) > job.algorithm.max_bad_logprob_share:
+        return Unusable("bad_logprobs", graded)
     if len(graded) < len(found):
         return Unusable(_unscored_reason(scored.outcomes), graded)
     all_truncated = all(rollout.finish_reason == "length" for rollout in scored.group.rollouts)
@@ -141,6 +144,12 @@ def batch_facts(
         "lag_max": max(lags, default=0),
         "route_bytes": sum(len(sample.routes or b"") for sample in batch.samples),
     }
+
+
+def _bad_logprob_share(rollouts: Sequence[Rollout]) -> float:
+    """Of the group's response tokens."""
+    logprobs = np.concatenate([rollout.logprobs for rollout in rollouts])
+    return 1.0 - float(are_logprobs(logprobs).mean()) if len(logprobs) else 0.0
 
 
 def outcome_counts(outcomes: Sequence[Outcome]) -> dict[str, int]:

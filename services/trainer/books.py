@@ -149,6 +149,16 @@ class Books:
             ).fetchone()
         return DroppedGroups(*row)
 
+    def reasons_during(self, step: int) -> dict[str, int]:
+        """Why groups were dropped while those of `step` were collected."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT reason, COUNT(*) FROM groups WHERE during_step = ? GROUP BY reason"
+                " ORDER BY reason",
+                (step,),
+            ).fetchall()
+        return {str(reason): int(number) for reason, number in rows}
+
     def note_arrival(self, group_id: str) -> bool:
         """Whether this is the first time that a result of the group arrives."""
         with self._writing():
@@ -211,14 +221,14 @@ class Books:
         self,
         step: int,
         *,
-        body: bytes,
+        body: bytes | None,
         group_ids: Sequence[str],
         policy_version: int,
         batch_facts: Mapping[str, Any],
     ) -> None:
         """Count the groups as trained and keep their batch for redo: both or neither.
 
-        `policy_version` is the one that this step makes.
+        `policy_version` is the one that this step makes; without a body it makes none.
         """
         with self._writing():
             if step != self.last_step() + 1:
@@ -231,7 +241,8 @@ class Books:
                 ).rowcount
                 if changed != 1:
                     raise BooksViolated(f"{group_id} cannot be trained by step {step}: not open")
-            self._db.execute("INSERT INTO redo VALUES (?, ?)", (step, body))
+            if body is not None:
+                self._db.execute("INSERT INTO redo VALUES (?, ?)", (step, body))
             self._db.execute(
                 "INSERT INTO steps VALUES (?, ?, ?, NULL, NULL)",
                 (step, policy_version, json.dumps(batch_facts)),
@@ -291,7 +302,7 @@ class Books:
                 "SELECT step FROM redo WHERE step > ? ORDER BY step", (after,)
             ).fetchall()
         steps = [int(row[0]) for row in rows]
-        expected = list(range(after + 1, self.last_step() + 1))
+        expected = [made.step for made in self.steps(after + 1) if made.policy_version > 0]
         if steps != expected:
             raise BooksViolated(f"redo log holds steps {steps}, replay needs {expected}")
         return steps

@@ -21,6 +21,7 @@ from services.trainer.entries import Group
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.feeder import Feeder
 from services.trainer.prompts import PromptSource
+from services.trainer.recording import Recording
 from services.trainer.sampled_routes import SampledRoutes
 from shared import topology
 from shared.errors import DeadlineExceeded, Rejected, TandemError
@@ -37,7 +38,7 @@ _MAX_UNACKED_BESIDE_KEPT = 64
 
 
 class StepStarved(TandemError):
-    """As many groups as the job allows were settled for one step, and none can be trained."""
+    """A step's bound was hit, and there is nothing to train, or the job wants whole steps only."""
 
 
 class Collector:
@@ -54,6 +55,7 @@ class Collector:
         events: EventMaker,
         routes: SampledRoutes,
         name: str,
+        recording: Recording | None = None,
     ) -> None:
         self._books = books
         self._source = source
@@ -63,6 +65,7 @@ class Collector:
         self._record = record
         self._events = events
         self._routes = routes
+        self._recording = recording
         self._kept: dict[str, KeptGroup] = {}
         self._taken: dict[str, KeptGroup] = {}  # by a step that is not finished yet
         self._changed = asyncio.Event()
@@ -96,14 +99,17 @@ class Collector:
     async def take(self, *, deadline_s: float) -> list[KeptGroup]:
         """A step's worth of groups, lowest draws first; they are no longer kept here.
 
-        Fewer come when `max_redraws` is reached; `StepStarved` when even then there is none, and
-        `DeadlineExceeded` after `deadline_s`.
+        Fewer come when a bound of the sampling section is hit; `StepStarved` when even then there
+        is none or the job wants whole steps, and `DeadlineExceeded` after `deadline_s`.
         """
-        ends_s = time.monotonic() + deadline_s
+        began_s = time.monotonic()
+        ends_s = began_s + deadline_s
         wanted = self._admission.groups_per_step
         while True:
             await self._drop_outdated()
-            if len(self._kept) >= wanted or self._redraws_used_up():
+            bound = self._bound_hit(began_s)
+            enough = len(self._kept) >= wanted
+            if (enough or bound) and not self._is_awaited():
                 break
             left_s = ends_s - time.monotonic()
             if left_s <= 0:
@@ -113,8 +119,8 @@ class Collector:
                 )
             self._changed.clear()
             await wait_for_event(self._changed, min(left_s, 1.0))
-        if not self._kept:
-            raise StepStarved(self._starved())
+        if not enough:
+            self._be_short(bound or "")
         chosen = sorted(self._kept.values(), key=lambda group: group.draw)[:wanted]
         self._taken = {group.group_id: self._kept.pop(group.group_id) for group in chosen}
         return chosen
@@ -167,6 +173,8 @@ class Collector:
         if held is not None or entry.state != "open":
             await self._refuse_again(session, delivery, scored, entry)
             return
+        if self._recording is not None:
+            self._recording.keep_group(scored)
         verdict = judge(
             scored,
             job=self._source.job,
@@ -200,6 +208,10 @@ class Collector:
             await self._drop_arrived(session, delivery, scored, Unusable("routes_lost", rewards))
         else:
             self._kept[name] = KeptGroup(delivery.entry_id, scored, rewards, routes)
+            if self._recording is not None and routes is not None:
+                self._recording.keep_routes(name, routes)
+            if self._source.job.deterministic:  # the last of a wave lets the next one begin
+                await self._feeder.fill()
 
     def _checked(self, prompt: PromptGroup) -> Group:
         """The books' entry of the group, if the prompt is the one that was drawn."""
@@ -283,20 +295,42 @@ class Collector:
             await self.drop(entries, reason="too_old")
             await self._feeder.fill()
 
-    def _redraws_used_up(self) -> bool:
+    def _is_awaited(self) -> bool:
+        """Deterministic jobs choose only once all that was drawn is there."""
+        return self._source.job.deterministic and self._books.num_open() > len(self._kept)
+
+    def _bound_hit(self, began_s: float) -> str | None:
+        """In words, if the step must do with what is there."""
+        sampling = self._source.job.sampling
         dropped = self._books.dropped_during(self._progress.step + 1)
         settled = dropped.num_groups + len(self._kept)
-        return settled >= self._admission.max_settled_per_step()
+        if settled >= (most := self._admission.max_settled_per_step()):
+            return f"{most} groups (sampling.max_redraws x groups_per_step) were settled"
+        waited_s = time.monotonic() - began_s
+        if sampling.max_wait_s is not None and waited_s >= sampling.max_wait_s:
+            return f"sampling.max_wait_s = {sampling.max_wait_s:g} is over"
+        share = len(self._kept) / max(1, settled)
+        if settled >= self._admission.groups_per_step and share < sampling.min_usable_share:
+            return (
+                f"{len(self._kept)} of {settled} groups are usable, less than "
+                f"sampling.min_usable_share = {sampling.min_usable_share:g}"
+            )
+        return None
 
-    def _starved(self) -> str:
-        reasons = {
-            key.removeprefix("dropped:"): number
-            for key, number in self._books.counts().items()
-            if key.startswith("dropped:")
-        }
-        told = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
-        return (
-            f"step {self._progress.step + 1}: {self._admission.max_settled_per_step()} groups "
-            f"(sampling.max_redraws x groups_per_step) were settled and none can be trained; "
-            f"dropped so far in this job: {told}"
+    def _be_short(self, bound: str) -> None:
+        """Go on with a smaller step, or raise `StepStarved` with the reasons."""
+        step, have = self._progress.step + 1, len(self._kept)
+        reasons = self._books.reasons_during(step)
+        told = ", ".join(f"{number} {reason}" for reason, number in reasons.items()) or "none"
+        if not have:
+            raise StepStarved(f"step {step}: {bound} and none can be trained; dropped: {told}")
+        wanted = self._admission.groups_per_step
+        if self._source.job.sampling.when_short == "stop":
+            raise StepStarved(
+                f"step {step}: {bound} and {have} of {wanted} can be trained "
+                f"(sampling.when_short = 'stop'); dropped: {told}"
+            )
+        self._record.note(
+            self._events("step_short", step=step, groups=have, wanted=wanted, reasons=reasons)
         )
+        log.info("step_short", step=step, groups=have, wanted=wanted, bound=bound)

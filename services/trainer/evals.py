@@ -74,7 +74,11 @@ class Evaluations:
     def due(self, step: int, policy_version: int) -> bool:
         """Whether the version made by `step` is to be evaluated and has not been asked for."""
         section = self._job.eval
-        if section is None or (step % section.every_steps and step != self._job.steps):
+        if section is None:
+            return False
+        # The last step's version, and the first one that is sampled.
+        ends = {self._job.steps, self._job.warm_up.steps if self._job.warm_up else 0}
+        if step % section.every_steps and step not in ends:
             return False
         return all(one.policy_version != policy_version for one in self._books.evals())
 

@@ -5,7 +5,7 @@ free slot ──> draw ──> books (open) ──> prompts stream
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import structlog
 from redis.asyncio import Redis
@@ -40,6 +40,8 @@ class Feeder:
         self._progress = progress
         self._events = events
         self._stream = topology.prompts(source.job_id)
+        # Of open groups, those that came and wait for their step; the collector knows.
+        self.num_kept: Callable[[], int] = lambda: 0
         self.quiet = asyncio.Lock()  # held while drawn groups are on their way to the stream
         self._entry_ids: dict[str, bytes] = {}  # of prompts that this process published
 
@@ -79,6 +81,8 @@ class Feeder:
 
     def _draw_for_free_slots(self) -> list[PromptGroup]:
         num_open = self._books.num_open()
+        if self._source.job.deterministic and num_open > self.num_kept():
+            return []  # a wave at a time, so that what is drawn does not depend on who comes first
         num_free = min(
             self._admission.max_open(self._progress) - num_open,
             self._admission.max_drawn_per_step() - num_open - self._num_dropped_meanwhile(),
@@ -127,6 +131,8 @@ class Feeder:
 
     async def _publish(self, groups: list[PromptGroup]) -> None:
         if groups:
+            # Long prompts first: what takes longest must not begin last. Ties keep their order.
+            groups = sorted(groups, key=lambda group: -len(group.prompt_token_ids))
             bodies = [group.pack() for group in groups]
             ids = await publish_many(self._redis, self._stream, bodies)
             self._entry_ids |= zip((group.group_id for group in groups), ids, strict=True)

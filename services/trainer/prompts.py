@@ -40,6 +40,7 @@ class PromptSource:
     job: Job
     rows: Sequence[Row]
     encode: Callable[[str], EncodedPrompt]
+    encode_response: Callable[[str], list[int]]
     stop_token_ids: list[int]
     vocab_size: int
 
@@ -50,13 +51,14 @@ class PromptSource:
         return cls(
             job_id,
             job,
-            load_rows(job.data),
+            [] if job.mode == "train_only" else load_rows(job.data),
             partial(
                 encode_prompt,
                 prompt_format=job.data.prompt_format,
                 tokenizer=tokenizer,
                 system=job.data.system,
             ),
+            tokenizer.encode_plain,
             list(tokenizer.stop_token_ids),
             tokenizer.vocab_size,
         )
@@ -85,6 +87,7 @@ class PromptSource:
             gold=row.gold,
             grader=self.job.reward.grader,
             num_samples=sampling.samples_per_prompt,
+            extra_samples=sampling.extra_samples,
             sampling=SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,

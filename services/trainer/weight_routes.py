@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.trainer.conductor import Conductor
 from services.trainer.jobs.runner import JobRunner
+from services.trainer.replayer import Replayer
 from services.trainer.versions import VersionStore
 from shared.weights.manifest import Manifest
 from shared.weights.shard_server import Kind
@@ -103,7 +104,7 @@ def find_shard(
     return None if active is None else active.parts.store.file(version, kind, index)
 
 
-def _active(request: Request, job_id: str) -> Conductor:
+def _active(request: Request, job_id: str) -> Conductor | Replayer:
     runner: JobRunner = request.app.state.runner
     if runner.active is None or runner.active.parts.job_id != job_id:
         raise HTTPException(404, f"job {job_id} is not in progress")

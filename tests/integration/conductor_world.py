@@ -91,6 +91,7 @@ def make_source(job: Job, *, rows: Sequence[str] | None = None, job_id: str = JO
         job,
         [Row(i, text, text, str(i), f"rows, line {i + 1}") for i, text in enumerate(texts)],
         lambda text: EncodedPrompt(text, list(text.encode())),
+        lambda text: list(text.encode()),
         [0],
         256,
     )

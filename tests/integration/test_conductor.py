@@ -9,9 +9,9 @@ import pytest
 from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
-from services.trainer.conductor import JobPaused
 from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.prompts import NoPromptFits
+from services.trainer.steps import JobPaused
 from shared import topology
 from shared.errors import Rejected
 from shared.messages import Outcome, PromptGroup, RolloutGroup, Score

@@ -376,3 +376,29 @@ def test_small_bf16_updates_add_up_in_fp32_masters(release: Path) -> None:
     after = held(actor)["head.weight"]
     assert moved[0] < 0.5 * moved[-1]
     assert (after[large] != first[large]).float().mean() > 0.3
+
+
+def test_supervised_steps_raise_the_likelihood_of_their_responses(release: Path) -> None:
+    """The loss of a first step is the mean negative log-likelihood, and then it falls."""
+    document = job(release).model_dump()
+    document["warm_up"] = {"path": "unused", "steps": 2, "learning_rate": 5e-4}
+    actor = Actor(Job.model_validate(document))
+    given = batch()
+    examples = [
+        sample.model_copy(
+            update={
+                "advantage": 1.0,
+                "sampler_logprobs": 0 * np.nan_to_num(sample.sampler_logprobs),
+            }
+        )
+        for sample in given.samples
+    ]
+    given = given.model_copy(update={"samples": examples, "supervised": True})
+    rows = actor.score([s.token_ids for s in examples], temperature=given.temperature)
+    scores = [row[s.num_prompt_tokens - 1 :] for row, s in zip(rows, examples, strict=True)]
+    metrics = actor.train_step(given)
+    assert metrics["loss"] == pytest.approx(-np.concatenate(scores).mean(), rel=1e-4)
+    assert metrics["learning_rate"] == 5e-4
+    assert "delta_logprob_mean" not in metrics
+    second = given.model_copy(update={"step": 2, "policy_version": 1})
+    assert actor.train_step(second)["loss"] < metrics["loss"] - 0.05

@@ -57,6 +57,7 @@ class GroupRequest:
     policy_version: int | None = None  # refuse to start under any other
     partial: dict[int, Completion] = field(default_factory=dict)
     with_routes: bool = False  # completions bring the choices that the engine records
+    enough: int | None = None  # the request ends once so many samples are complete
 
     def to_payload(self) -> dict[str, Any]:
         partial = {str(i): one.to_payload() for i, one in self.partial.items()}
@@ -70,6 +71,7 @@ class GroupRequest:
             "policy_version": self.policy_version,
             "partial": partial,
             "with_routes": self.with_routes,
+            "enough": self.enough,
         }
 
     @classmethod
@@ -84,6 +86,7 @@ class GroupRequest:
             policy_version=payload["policy_version"],
             partial={int(i): Completion.from_payload(p) for i, p in payload["partial"].items()},
             with_routes=payload["with_routes"],
+            enough=payload["enough"],
         )
 
 

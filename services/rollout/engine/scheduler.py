@@ -287,12 +287,11 @@ class Scheduler:
     def _sample(self, slots: np.ndarray, logits: Tensor, draws: Draws) -> list[Group]:
         tokens, logprobs = sample(logits, draws)
         self.tokens_sampled += len(slots)
-        done = []
-        for slot in self._slots.append(slots, tokens, logprobs):
-            group = self._finish(int(slot))
-            if group.is_done:
-                done.append(group)
-                del self._groups[group.request.request_id]
+        ended = self._slots.append(slots, tokens, logprobs)
+        touched = {group.request.request_id: group for group in map(self._finish, ended.tolist())}
+        done = [group for group in touched.values() if group.is_done]
+        for group in done:
+            self._end(group)
         return done
 
     # ---------------------------------------------------------------- endings

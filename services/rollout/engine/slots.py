@@ -25,7 +25,9 @@ class Group:
 
     @property
     def is_done(self) -> bool:
-        return len(self.finished) == len(self.request.samples)
+        """Or has enough complete samples; what still runs is then ended."""
+        samples = self.request.samples
+        return len(self.finished) >= min(self.request.enough or len(samples), len(samples))
 
     @property
     def prompt(self) -> np.ndarray:

@@ -45,7 +45,8 @@ from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.packing import MicroBatch, ScoredSequence, context_part, num_guessed, pack
 from shared.errors import Rejected
-from shared.job import Job, expand_path
+from shared.job import Job, OptimizerSection, ReplaySection, expand_path
+from shared.job_algorithm import AlgorithmSection, CorrectionSection
 from shared.messages import TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.layout import check_layout, row_alignment
@@ -55,6 +56,14 @@ from shared.quant.policy import Policy
 
 log = structlog.get_logger()
 Progress = Callable[[str, int], None]
+# The mean log-likelihood of given responses: REINFORCE with an advantage of 1 for each token.
+SUPERVISED = AlgorithmSection(
+    policy_loss="reinforce",
+    baseline="none",
+    normalise="none",
+    aggregation="token_mean",
+    correction=CorrectionSection(kind="none"),
+)
 
 
 class Actor:
@@ -105,12 +114,12 @@ class Actor:
         of the step cost a pass of their own only with several updates or a KL in the reward, and
         those of the reference one more.
         """
-        algorithm = self.job.algorithm
+        algorithm = SUPERVISED if batch.supervised else self.job.algorithm
         tokens = response_tokens(
             batch,
             architecture=self.architecture,
             max_bad_share=algorithm.max_bad_logprob_share,
-            replay=self.job.actor.replay,
+            replay=ReplaySection() if batch.supervised else self.job.actor.replay,
         )
         clock = _Clock(self._progress, batch.step)
         updates = min(algorithm.updates_per_batch, len(tokens.sequences))
@@ -120,7 +129,9 @@ class Actor:
             if updates > 1 or algorithm.kl_in_reward:
                 old = self._score(tokens.sequences, batch.temperature).logprobs
                 self._check_drift(old, tokens, batch.step)
-            reference = self._score_reference(tokens.sequences, batch.temperature)
+            reference = None
+            if algorithm.kl.coefficient:
+                reference = self._score_reference(tokens.sequences, batch.temperature)
         if algorithm.kl_in_reward and old is not None and reference is not None:
             kl = kl_estimate(old, reference, algorithm.kl.estimator)
             tokens = replace(tokens, advantages=advantages_less_kl(batch, kl, algorithm=algorithm))
@@ -134,7 +145,7 @@ class Actor:
         self.step, self.policy_version = batch.step, batch.policy_version + 1
         return {
             **self._mtp_metrics(record, tokens),
-            **_token_metrics(record, tokens, old, reference),
+            **_token_metrics(record, tokens, old, reference, supervised=batch.supervised),
             "loss": sum(result.loss for result in results) / updates,
             "grad_norm": max(result.grad_norm for result in results),
             "learning_rate": results[-1].learning_rate,
@@ -284,7 +295,7 @@ class Actor:
         first: bool,
     ) -> "_UpdateResult":
         """Gradients of `tokens`, then one optimiser update."""
-        algorithm = self.job.algorithm
+        algorithm = SUPERVISED if batch.supervised else self.job.algorithm
         try:
             packed = self._pack(tokens.sequences)
         except ValueError as err:
@@ -317,9 +328,9 @@ class Actor:
             )
         with clock("optimizer"):
             self._check_finite(loss, batch.step, first=first)
-            if before.old is None:
+            if before.old is None and not batch.supervised:
                 self._check_drift(record.logprobs, tokens, batch.step)
-            settings = self.job.actor.optimizer
+            settings = self._optimizer_settings(batch)
             learning_rate = set_learning_rate(self.optimizer, settings, batch.step)
             _, grad_norm, _ = self.optimizer.step()
         return _UpdateResult(
@@ -345,6 +356,12 @@ class Actor:
 
     def _num_guessed(self, sequences: list[ScoredSequence]) -> int:
         return max(1, num_guessed(sequences, self.architecture.num_nextn_predict_layers))
+
+    def _optimizer_settings(self, batch: TrainingBatch) -> OptimizerSection:
+        settings, warm_up = self.job.actor.optimizer, self.job.warm_up
+        if not batch.supervised or warm_up is None or warm_up.learning_rate is None:
+            return settings
+        return settings.model_copy(update={"learning_rate": warm_up.learning_rate})
 
     def _check_drift(self, old: Tensor, tokens: ResponseTokens, step: int) -> None:
         bound = self.job.bounds.max_mean_abs_delta_logprob
@@ -411,9 +428,14 @@ def _token_metrics(
     tokens: ResponseTokens,
     old: Tensor | None,
     reference: Tensor | None,
+    *,
+    supervised: bool,
 ) -> dict[str, float]:
     """Means over the usable response tokens, and the drift between sampler and trainer."""
     usable = tokens.usable
+    if supervised:  # nobody sampled them
+        entropy = float(record.entropy[usable].mean())
+        return {"entropy": entropy, "response_tokens": len(usable)}
     weights = record.weights[usable]
     before = record.logprobs if old is None else old
     kl = {} if reference is None else {"reference_kl": kl_k3(before, reference)[usable].mean()}

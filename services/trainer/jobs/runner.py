@@ -17,13 +17,15 @@ from redis.asyncio import Redis
 
 from services.trainer.announcements import retire_others
 from services.trainer.assembly import Parts, assemble
-from services.trainer.conductor import Conductor, EndState, JobPaused
+from services.trainer.conductor import Conductor
 from services.trainer.config import PROJECT_ROOT, TrainerConfig
 from services.trainer.jobs.store import JobStore, StoredJob, Wish
 from services.trainer.keeper import StartRanks
 from services.trainer.launch import LaunchBoard
 from services.trainer.prompts import PromptSource
 from services.trainer.ranks import Ranks
+from services.trainer.replayer import Replayer
+from services.trainer.steps import EndState, JobPaused
 from shared.errors import TandemError
 from shared.http import HttpClient
 from shared.tasks import end
@@ -49,7 +51,7 @@ class JobRunner:
         board: LaunchBoard | None = None,
         begin_ranks: BeginRanks | None = None,
     ) -> None:
-        self.active: Conductor | None = None
+        self.active: Conductor | Replayer | None = None
         self._redis = redis
         self._store = store
         self._config = config
@@ -90,7 +92,8 @@ class JobRunner:
             log.warning("job_cannot_begin", job_id=job.job_id, error=str(err))
             self._store.end(job.job_id, "failed", f"{type(err).__name__}: {err}")
             return
-        await self._conduct(Conductor(parts), job, stop)
+        replays = job.job.mode == "train_only"
+        await self._conduct(Replayer(parts) if replays else Conductor(parts), job, stop)
 
     async def _open(self, job: StoredJob) -> Parts:
         run_dir = self.run_dir(job.job_id)
@@ -109,7 +112,9 @@ class JobRunner:
             config=self._config.conductor,
         )
 
-    async def _conduct(self, conductor: Conductor, job: StoredJob, stop: asyncio.Event) -> None:
+    async def _conduct(
+        self, conductor: Conductor | Replayer, job: StoredJob, stop: asyncio.Event
+    ) -> None:
         ended: EndState | None = None
         error: str | None = None
         self.active = conductor
@@ -138,7 +143,7 @@ class JobRunner:
     async def _until_over(
         self,
         running: asyncio.Task[None],
-        conductor: Conductor,
+        conductor: Conductor | Replayer,
         job: StoredJob,
         stop: asyncio.Event,
     ) -> Wish | None:

@@ -166,6 +166,11 @@ class JobStore:
                 )
             elif now.state == "running" and now.wish == "pause":
                 self._db.execute("UPDATE jobs SET wish = NULL WHERE job_id = ?", (job_id,))
+            elif now.state == "finished":
+                raise WrongState(
+                    f"{job_id} is finished; only a paused or failed job can resume "
+                    f"(all of its {now.job.steps} steps are taken)"
+                )
             elif now.state not in ("queued", "running"):
                 raise WrongState(f"{job_id} is {now.state}; only a paused or failed job can resume")
         return self.get(job_id)

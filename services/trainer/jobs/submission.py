@@ -19,6 +19,8 @@ from tokenizers import Tokenizer
 
 from services.trainer.jobs.abilities import lacking
 from services.trainer.jobs.shards import find_trouble
+from services.trainer.recording import RECORDING_FILE
+from services.trainer.warm_up import load_pairs
 from shared.data import DataError, load_rows
 from shared.errors import TandemError
 from shared.job import DataSection, Job, expand_path
@@ -80,7 +82,19 @@ def check_files(job: Job, roots: Sequence[Path]) -> Job:
             "actor_checkpoint": places.folder("model.actor_checkpoint", model.actor_checkpoint),
         }
     )
-    data = places.data("data", job.data)
+    data = job.data
+    if job.mode == "train_only":
+        recording = places.folder("recording", job.recording)
+        if recording is not None and not (Path(recording) / RECORDING_FILE).is_file():
+            places.refuse(
+                "recording", job.recording, f"there is no {RECORDING_FILE} in {recording}"
+            )
+        job = job.model_copy(update={"recording": recording})
+    else:
+        data = places.data("data", data)
+    if job.warm_up is not None:
+        path = places.pairs("warm_up.path", job.warm_up.path)
+        job = job.model_copy(update={"warm_up": job.warm_up.model_copy(update={"path": path})})
     section = job.eval
     if section is not None:
         also = [
@@ -126,11 +140,11 @@ class _Places:
             return given
         for name in (CONFIG_FILE, TOKENIZER_FILE):
             if not (Path(path) / name).is_file():
-                self._refuse(key, given, f"there is no {name} in {path}")
+                self.refuse(key, given, f"there is no {name} in {path}")
                 return path
         self._read(key, given, Path(path))
         if trouble := find_trouble(Path(path)):
-            self._refuse(key, given, trouble)
+            self.refuse(key, given, trouble)
         return path
 
     def folder(self, key: str, given: str | None) -> str | None:
@@ -139,7 +153,18 @@ class _Places:
         if path is None:
             return None
         if not path.is_dir():
-            self._refuse(key, given, f"{path} is not a directory")
+            self.refuse(key, given, f"{path} is not a directory")
+        return str(path)
+
+    def pairs(self, key: str, given: str) -> str:
+        """Every pair is read, as every row of data is."""
+        path = self._resolve(key, given)
+        if path is None:
+            return given
+        try:
+            load_pairs(path)
+        except DataError as err:
+            self.refuse(key, given, str(err))
         return str(path)
 
     def data(self, key: str, section: DataSection) -> DataSection:
@@ -153,7 +178,7 @@ class _Places:
             load_rows(section)
         except DataError as err:
             name = "path" if section.path is not None else "dataset"
-            self._refuse(f"{key}.{name}", section.path or section.dataset, str(err))
+            self.refuse(f"{key}.{name}", section.path or section.dataset, str(err))
         return section
 
     def _resolve(self, key: str, given: str) -> Path | None:
@@ -161,12 +186,12 @@ class _Places:
         try:
             path = expand_path(given).resolve()
         except ValueError as err:
-            self._refuse(key, given, str(err))
+            self.refuse(key, given, str(err))
             return None
         if not any(path.is_relative_to(root) for root in self._roots):
             roots = [str(root) for root in self._roots]
             message = f"{path} is outside the data roots; ${DATA_ROOT_VARIABLE} names one more"
-            self._refuse(key, given, message, allowed=roots)
+            self.refuse(key, given, message, allowed=roots)
             return None
         return path
 
@@ -175,13 +200,13 @@ class _Places:
             json.loads((checkpoint / CONFIG_FILE).read_text())
             Tokenizer.from_file(str(checkpoint / TOKENIZER_FILE))
         except (ValueError, OSError) as err:
-            self._refuse(key, given, f"{checkpoint} is no checkpoint: {err}")
+            self.refuse(key, given, f"{checkpoint} is no checkpoint: {err}")
         except Exception as err:
             if type(err) is not Exception:  # the tokenizers library raises plain Exception
                 raise
-            self._refuse(key, given, f"{checkpoint / TOKENIZER_FILE}: {err}")
+            self.refuse(key, given, f"{checkpoint / TOKENIZER_FILE}: {err}")
 
-    def _refuse(self, key: str, value: Any, message: str, *, allowed: Any = None) -> None:
+    def refuse(self, key: str, value: Any, message: str, *, allowed: Any = None) -> None:
         self.problems.append(Problem(key, value, message, allowed))
 
 

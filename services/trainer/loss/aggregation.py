@@ -9,10 +9,8 @@ tokens than FP32 can count.
 import torch
 from torch import Tensor
 
+from services.trainer.loss.validity import POSITIVE_TOLERANCE
 from shared.job_algorithm import Aggregation
-
-# A log-softmax may round to slightly above zero; more is not a log-probability.
-POSITIVE_TOLERANCE = 1e-4
 
 
 def usable_logprobs(sampler: Tensor) -> Tensor:

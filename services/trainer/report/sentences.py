@@ -6,7 +6,8 @@ A rise or fall is claimed only when its 95 % interval excludes zero.
 import math
 
 from services.trainer.report.evaluations import Comparison
-from services.trainer.report.summary import EDGE_STEPS, Reward, Slope, Summary
+from services.trainer.report.summary import Reward, Slope, Summary
+from shared.statistics import Interval
 
 
 def headline(summary: Summary) -> str:
@@ -53,12 +54,15 @@ def _reward(what: str, values: Reward) -> str:
         return f"{what}: no step has been taken yet."
     if values.slope.num_steps < 3:
         return f"{what}: {number(values.mean)}; too few steps for a trend."
-    edge = min(EDGE_STEPS, values.slope.num_steps)
-    ends = (
-        f"from {number(values.first)} (mean of the first {edge} steps) to "
-        f"{number(values.last)} (last {edge})"
-    )
+    ends = f"from {_third(values.first, 'first')} to {_third(values.last, 'last')}"
     return f"{what} {_moved(values.slope, ends)}"
+
+
+def _third(mean: Interval, which: str) -> str:
+    interval = ""
+    if math.isfinite(mean.low):
+        interval = f", 95 % interval {number(mean.low)} to {number(mean.high)}"
+    return f"{number(mean.mean)} (mean of the {which} third's {mean.num} steps{interval})"
 
 
 def delta_logprob(summary: Summary) -> str:

@@ -13,9 +13,7 @@ from services.trainer.report.curves import Curve, Curves
 from services.trainer.report.drift import Bound, drift_bound
 from services.trainer.report.evaluations import Comparison, Evaluation, compare_to_first
 from services.trainer.report.events import RunEvents, dropped_by_reason
-from shared.statistics import linear_fit
-
-EDGE_STEPS = 10  # "first" and "last" reward are means over that many steps
+from shared.statistics import Interval, linear_fit, mean_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +32,11 @@ class Slope:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """Online reward; first and last are means over up to ten steps at either end."""
+    """Online reward; first and last are means of the steps' values over a third of the run at
+    either end, with 95 % intervals that take steps as independent."""
 
-    first: float
-    last: float
+    first: Interval
+    last: Interval
     mean: float
     slope: Slope
 
@@ -202,9 +201,11 @@ def _outcomes(run: RunEvents) -> dict[str, int]:
 
 
 def _reward(curves: Curves, values: Curve) -> Reward:
+    known = _finite(values)
+    third = math.ceil(known.size / 3)
     return Reward(
-        first=_mean(values[:EDGE_STEPS]),
-        last=_mean(values[-EDGE_STEPS:]),
+        first=mean_interval(known[:third]),
+        last=mean_interval(known[known.size - third :]),
         mean=_mean(values),
         slope=_slope(curves, values),
     )

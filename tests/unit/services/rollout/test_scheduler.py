@@ -1,5 +1,7 @@
 """Continuous batching: what a completion is must not depend on what runs beside it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -151,3 +153,26 @@ def test_another_version_than_the_one_held_is_refused(version) -> None:
     )
     with pytest.raises(Retryable, match="policy version 4 is not held; version 0 is"):
         scheduler.add(wanted)
+
+
+def test_a_group_ends_once_enough_of_its_samples_are_complete(version) -> None:
+    """Those that are complete are what they would be otherwise; the rest frees its slots."""
+    whole = run_one(version, list(range(6)), enough=None)
+    lengths = sorted(len(one.token_ids) for one in whole)
+    assert lengths[2] < lengths[-1], "the samples must end at different times"
+    found = run_one(version, list(range(6)), enough=3)
+    complete = [i for i, one in enumerate(found) if one.finish_reason != "abort"]
+    assert 3 <= len(complete) < 6
+    for index in complete:
+        assert_same(found[index], whole[index])
+    assert max(len(found[index].token_ids) for index in complete) < lengths[-1]
+
+
+def run_one(version, samples: list[int], *, enough: int | None) -> list[Completion]:
+    scheduler = new_scheduler(version)
+    stops = list(range(1, 40))
+    asked = request("a", [7, 8, 9], samples=samples, max_response_tokens=40, stop_token_ids=stops)
+    scheduler.add(replace(asked, enough=enough))
+    (completions,) = run(scheduler).values()
+    assert scheduler.num_running == 0
+    return completions

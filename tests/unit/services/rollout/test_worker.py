@@ -49,6 +49,17 @@ def test_share_fills_the_engine_and_leaves_the_others_theirs(
     assert group_share(make_job(**sections), servers) == share
 
 
+@pytest.mark.parametrize("servers", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("max_lag", [0, 1, 8])
+@pytest.mark.parametrize("running", [1, 8, 40, 128])
+def test_no_server_idles_while_prompts_wait(servers: int, max_lag: int, running: int) -> None:
+    """If all have their share and prompts still wait, then every engine is full."""
+    job = make_job(algorithm={"max_lag": max_lag}, rollout={"max_running_requests": running})
+    share = group_share(job, servers)
+    waiting = 16 * (max_lag + 1) - share * servers
+    assert waiting <= 0 or share * 8 >= running
+
+
 def completion(ids: list[int], reason: str = "stop") -> Completion:
     spans = [(4, len(ids))] if ids else []
     return Completion(np.array(ids, np.int32), -np.ones(len(ids), np.float32), spans, reason)  # type: ignore[arg-type]
@@ -72,7 +83,7 @@ def test_text_leaves_the_stop_token_out_and_the_ids_keep_it() -> None:
         seed=0,
         min_policy_version=4,
     )
-    done = [completion([*ids, stop]), completion([stop])]
+    done = {0: completion([*ids, stop]), 1: completion([stop])}
     group = to_group(prompt, done, tokenizer, replica="r", sampling_s=0.1)
     assert [rollout.rollout_id for rollout in group.rollouts] == ["j.g000001.0", "j.g000001.1"]
     assert [rollout.text for rollout in group.rollouts] == ["12", ""]

@@ -33,6 +33,7 @@ def source(texts: list[str], **sections: object) -> PromptSource:
         make_job(**sections),
         rows,
         lambda text: EncodedPrompt(text, list(text.encode())),
+        lambda text: list(text.encode()),
         [0],
         256,
     )

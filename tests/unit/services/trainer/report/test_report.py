@@ -83,7 +83,11 @@ def test_a_finished_run_is_summed_up(run: Run) -> None:
     assert summary.groups.trained == 8
     assert summary.samples_trained == 16
     assert summary.reward_raw.slope.per_step == pytest.approx(0.1)
-    assert summary.reward_raw.first == pytest.approx(0.25)
+    assert summary.reward_raw.first.mean == pytest.approx(0.15)  # of steps 1 and 2
+    assert summary.reward_raw.last.mean == pytest.approx(0.35)
+    half = 12.70620 * 0.05  # t(1) times the standard error
+    assert summary.reward_raw.last.high == pytest.approx(0.35 + half, abs=1e-5)
+    assert summary.reward_trained.first.mean == 0.5
     assert summary.delta_logprob.max == pytest.approx(0.2)
     assert summary.seconds_per_phase == {"wait": 4.0, "optimizer": 2.0, "other": 2.0}
     assert summary.updates.versions_published == 5
@@ -133,7 +137,7 @@ def test_a_replayed_step_counts_once(run: Run) -> None:
     summary = run.summary()
     assert summary.steps == 2
     assert summary.groups.trained == 4
-    assert summary.reward_raw.last == pytest.approx(0.2)
+    assert summary.reward_raw.last.mean == pytest.approx(0.3)
 
 
 def test_drops_count_by_group_and_refusals_by_event(run: Run) -> None:

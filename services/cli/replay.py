@@ -1,0 +1,51 @@
+"""`replay RUN`: train what a run recorded once more, without samplers."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from services.cli.document import change_document
+from services.cli.run import run
+from services.cli.watch import watch_job
+from services.client import TandemClient
+from shared.errors import ConfigInvalid
+
+JOB_FILE = "job.json"
+
+
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a run that was recorded.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Replace a value of the job.", metavar="KEY=VAL"),
+    ] = None,
+    trainer: Annotated[
+        str, typer.Option(envvar="TANDEM_TRAINER", help="Address of the trainer.", metavar="URL")
+    ] = "http://127.0.0.1:8700",
+) -> None:
+    """Train the recorded groups of a run again: the same job and seed give the same weights."""
+    document = replay_document(run_dir, changes or [])
+
+    async def command() -> int:
+        async with TandemClient(trainer, patience_s=10) as client:
+            submitted = await client.submit(document)
+            view = await watch_job(client, submitted.job_id, Console())
+        return 0 if view.state == "finished" else 1
+
+    run(command())
+
+
+def replay_document(run_dir: Path, changes: list[str]) -> dict[str, Any]:
+    """The recorded job as a train-only one."""
+    path = run_dir / JOB_FILE
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as err:
+        raise ConfigInvalid(f"{path} is no job of a run: {err}.") from err
+    document |= {"mode": "train_only", "recording": str(run_dir.resolve()), "record": False}
+    document |= {"eval": None, "name": f"{document['name'][:34]}-replay"}
+    change_document(document, changes)
+    return document

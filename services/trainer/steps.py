@@ -1,0 +1,207 @@
+"""Optimiser steps as facts that survive: a batch is durable before it is trained, told after.
+
+commit ─> train ─> tell        refused by the ranks ─> undone in the books, the job pauses
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import structlog
+
+from services.trainer.assembly import Parts
+from services.trainer.batches import KeptGroup, batch_facts, build_batch
+from services.trainer.entries import DroppedGroups
+from services.trainer.held_policy import HeldPolicy
+from services.trainer.keeper import StepRefused
+from services.trainer.recording import RecordedStep
+from services.trainer.stopwatch import Stopwatch
+from shared.errors import TandemError
+from shared.messages import TrainingBatch
+from shared.telemetry import gauge, histogram
+
+log = structlog.get_logger()
+EndState = Literal["finished", "failed", "cancelled", "paused"]
+VERSION_NOTE = "policy_version"  # of the books: set where a replay made other weights
+
+
+class JobPaused(TandemError):
+    """The job stops here and can be resumed; the text says why."""
+
+
+class StepTaker:
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.policy = HeldPolicy(parts)
+
+    @property
+    def is_training(self) -> bool:
+        """A job that only samples makes steps of the version that it began with."""
+        return self.parts.job.mode != "rollout_only"
+
+    async def restore(self) -> None:
+        """Bring ranks and books to the same step."""
+        p = self.parts
+        self.read_progress()
+        if p.progress.steps_left <= 0:
+            p.record.note(p.events("no_steps_left", step=p.progress.step, steps=p.job.steps))
+        try:
+            await p.keeper.restore()
+        except StepRefused as err:
+            self._undo(err)
+            raise JobPaused(str(err)) from err
+        self.policy.version = p.progress.policy_version
+        for made in p.books.steps(p.progress.step):
+            if made.result is None:  # the batch was durable; now the ranks have trained it
+                p.books.keep_result(made.step, await self._result_of(made.step))
+            if made.told is None:
+                self.tell(made.step, None)
+
+    def read_progress(self) -> None:
+        p = self.parts
+        p.progress.step = p.books.last_step()
+        p.progress.usable_share = p.books.usable_share()
+        steps = p.books.steps(p.progress.step)
+        made = steps[-1].policy_version if steps else 0
+        p.progress.policy_version = max(made, int(p.books.read_note(VERSION_NOTE) or 0))
+
+    def batch(self, groups: Sequence[KeptGroup]) -> TrainingBatch:
+        """The next step's."""
+        p = self.parts
+        return build_batch(
+            groups,
+            job=p.job,
+            job_id=p.job_id,
+            step=p.progress.step + 1,
+            policy_version=p.progress.policy_version,
+        )
+
+    async def commit_groups(
+        self, batch: TrainingBatch, groups: Sequence[KeptGroup], dropped: DroppedGroups
+    ) -> int:
+        """Make the groups' batch durable; from here on they count as trained."""
+        facts = batch_facts(
+            batch, groups, reward_sum=dropped.reward_sum, num_rewards=dropped.num_rewards
+        )
+        return await self.commit(batch, facts, dropped)
+
+    async def commit(
+        self, batch: TrainingBatch, facts: dict[str, Any], dropped: DroppedGroups
+    ) -> int:
+        """Make the batch durable."""
+        p = self.parts
+        made = batch.policy_version + 1 if self.is_training else batch.policy_version
+        if p.recording is not None and not batch.supervised:
+            p.recording.keep_step(
+                RecordedStep(
+                    batch.step,
+                    batch.policy_version,
+                    batch.group_ids,
+                    dropped.reward_sum,
+                    dropped.num_rewards,
+                )
+            )
+        await asyncio.to_thread(
+            p.books.commit_batch,
+            batch.step,
+            body=batch.pack() if self.is_training else None,
+            group_ids=batch.group_ids,
+            policy_version=made,
+            batch_facts=facts,
+        )
+        p.progress.step = batch.step
+        p.progress.policy_version = made
+        p.progress.usable_share = p.books.usable_share()
+        return batch.step
+
+    async def train(self, step: int) -> dict[str, Any]:
+        try:
+            result = await self._result_of(step)
+        except StepRefused as err:
+            self._undo(err)
+            raise JobPaused(str(err)) from err
+        self.policy.version = self.parts.progress.policy_version
+        self.parts.books.keep_result(step, result)
+        return result
+
+    async def save_if_due(self) -> None:
+        p = self.parts
+        due = p.progress.step % p.job.checkpoint.every_steps == 0 or not p.progress.steps_left
+        if due and self.is_training:
+            wait = not (p.job.checkpoint.background and p.progress.steps_left)
+            await p.keeper.save(p.progress.step, wait=wait)
+
+    def tell(self, step: int, watch: Stopwatch | None) -> None:
+        """`watch` is None for a step that another process took: nobody knows how long it took."""
+        p = self.parts
+        made = p.books.steps(step)[0]
+        result = made.result or {}
+        seconds = watch.total_s if watch else None
+        parts = watch.parts if watch else {}
+        fields = made.batch_facts | result
+        fields |= {
+            "step": step,
+            "policy_version": made.policy_version,
+            "seconds": parts | result.get("seconds", {}),
+            "step_seconds": seconds,
+            "tokens_per_s": made.batch_facts["tokens"] / seconds if seconds else None,
+        }
+        p.books.tell_step(step, fields=fields, event=p.events("step", **fields))
+        p.record.flush_journal()
+        if seconds is not None:
+            histogram("trainer_step_seconds", "Duration of a step.").observe(seconds)
+        gauge("trainer_step", "Steps taken.").set(step)
+        log.info(
+            "step_finished",
+            step=step,
+            reward=fields["reward_raw"],
+            delta_logprob=result.get("delta_logprob_mean"),
+            seconds=seconds,
+        )
+
+    def check_bounds(self, result: dict[str, Any]) -> None:
+        bound = self.parts.job.bounds.max_mean_abs_delta_logprob
+        drift = result.get("delta_logprob_mean")
+        if drift is not None and not drift <= bound:
+            raise JobPaused(
+                f"step {self.parts.progress.step}: mean |delta log p| between sampler and trainer "
+                f"is {drift:.4g}, above bounds.max_mean_abs_delta_logprob = {bound:g}"
+            )
+
+    async def end(self, ended: EndState | None, *, error: str | None = None) -> None:
+        """End the ranks; `ended` None means that another process goes on with the job."""
+        p = self.parts
+        if ended == "paused" and self.is_training:
+            await self._save_for_later()
+        await p.keeper.close()
+        if ended is not None:
+            seconds = self._seconds_since_start()
+            p.record.note(p.events("job_finished", state=ended, error=error, seconds=seconds))
+
+    async def _save_for_later(self) -> None:
+        """Spare a resumed job the replay; the redo log has everything, so this may fail."""
+        try:
+            await self.parts.keeper.save_if_newer(self.parts.progress.step)
+        except TandemError as err:
+            log.warning("no_checkpoint_at_pause", error=str(err))
+
+    def _seconds_since_start(self) -> float:
+        started = (body for _, body in self.parts.books.journal(0) if body["name"] == "job_started")
+        return time.time() - float(next(started, {"at_s": time.time()})["at_s"])
+
+    async def _result_of(self, step: int) -> dict[str, Any]:
+        return await self.parts.keeper.train(step) if self.is_training else {}
+
+    def _undo(self, refused: StepRefused) -> None:
+        """The ranks are where they were before the step; so are the books, but for its groups."""
+        p = self.parts
+        dropped = [
+            p.events("group_dropped", group_id=group.group_id, reason="refused")
+            for group in p.books.groups_of_step(refused.step)
+        ]
+        p.books.refuse_step(refused.step, reason="refused", events=dropped)
+        if p.recording is not None:
+            p.recording.forget_step(refused.step)
+        p.record.flush_journal()
+        self.read_progress()

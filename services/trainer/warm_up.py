@@ -1,0 +1,120 @@
+"""Supervised steps before the first version is served: pairs in draw order, as durable batches.
+
+pairs ─> batch of likelihoods ─> commit ─> train ─> tell        then the job samples
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.trainer.entries import DroppedGroups
+from services.trainer.prompts import PromptSource
+from services.trainer.steps import JobPaused, StepTaker
+from services.trainer.stopwatch import Stopwatch
+from shared.data import DataError, draw_order
+from shared.data.files import records_of_file
+from shared.job import expand_path
+from shared.messages import TrainingBatch, TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prompt: str
+    response: str
+
+
+def load_pairs(path: Path) -> list[Pair]:
+    """Blocks. Raises `DataError` with file and line for a row without a prompt or a response."""
+    pairs = []
+    with records_of_file(path) as (name, records):
+        for record in records:
+            texts = [record.fields.get(key) for key in ("prompt", "response")]
+            if not all(isinstance(text, str) and text for text in texts):
+                problem = "a pair needs `prompt` and `response`, both text"
+                raise DataError(name, problem, line=record.line)
+            pairs.append(Pair(*map(str, texts)))
+    if not pairs:
+        raise DataError(str(path), "there are no pairs in it")
+    return pairs
+
+
+async def warm_up(steps: StepTaker, *, source: PromptSource, pause_asked: asyncio.Event) -> None:
+    """Take the supervised steps that are left; each may be the last before a pause."""
+    section, progress = steps.parts.job.warm_up, steps.parts.progress
+    if section is None or progress.step >= section.steps:
+        return
+    pairs = await asyncio.to_thread(load_pairs, expand_path(section.path))
+    while progress.step < section.steps:
+        if pause_asked.is_set():
+            raise JobPaused("paused on request")
+        watch = Stopwatch()
+        with watch.part("pack"):
+            batch = supervised_batch(
+                pairs, source=source, step=progress.step + 1, policy_version=progress.policy_version
+            )
+            facts = supervised_facts(batch)
+            number = await steps.commit(batch, facts, DroppedGroups(0, 0.0, 0))
+        await steps.train(number)
+        with watch.part("checkpoint"):
+            await steps.save_if_due()
+        steps.tell(number, watch)
+
+
+def supervised_batch(
+    pairs: Sequence[Pair], *, source: PromptSource, step: int, policy_version: int
+) -> TrainingBatch:
+    """A function of (job, step); responses end with the stop token and are cut to their bound."""
+    job, section = source.job, source.job.warm_up
+    assert section is not None
+    first = (step - 1) * section.pairs_per_step
+    seed = job.seed if job.data.shuffle else None
+    rows = [draw_order(seed, len(pairs), first + i) for i in range(section.pairs_per_step)]
+    return TrainingBatch(
+        job_id=source.job_id,
+        step=step,
+        policy_version=policy_version,
+        temperature=job.sampling.temperature,
+        samples=[
+            _sample(pairs[row], source, f"warm-up.{step}.{place}", policy_version)
+            for place, row in enumerate(rows)
+        ],
+        group_ids=[],
+        supervised=True,
+    )
+
+
+def supervised_facts(batch: TrainingBatch) -> dict[str, Any]:
+    """The facts of a step without groups and rewards, by the names of the `step` event."""
+    lengths = [len(sample.sampler_logprobs) for sample in batch.samples]
+    return {
+        "supervised": True,
+        "groups": 0,
+        "samples": len(batch.samples),
+        "tokens": sum(len(sample.token_ids) for sample in batch.samples),
+        "response_tokens": sum(lengths),
+        "response_tokens_mean": sum(lengths) / len(lengths),
+        "reward_raw": None,
+        "reward_trained": None,
+    }
+
+
+def _sample(pair: Pair, source: PromptSource, name: str, policy_version: int) -> TrainingSample:
+    sampling = source.job.sampling
+    asked = source.job.data.prompt_template.replace("{problem}", pair.prompt)
+    prompt = source.encode(asked).token_ids[-source.max_prompt_tokens :]
+    ids = source.encode_response(pair.response) + source.stop_token_ids[:1]
+    ids = ids[: sampling.max_response_tokens]
+    return TrainingSample(
+        rollout_id=name,
+        group_id=name,
+        token_ids=np.asarray([*prompt, *ids], np.int32),
+        num_prompt_tokens=len(prompt),
+        sampler_logprobs=np.zeros(len(ids), np.float32),
+        advantage=1.0,
+        reward=0.0,
+        oldest_version=policy_version,
+    )

@@ -1,0 +1,273 @@
+"""The flow of groups under bounds: never stale, starved or stuck, and every end says why."""
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.steps import JobPaused
+from services.trainer.warm_up import Pair, load_pairs, supervised_batch
+from shared import topology
+from shared.data import DataError
+from shared.messages import Outcome, PromptGroup, Score
+from shared.tasks import end
+from tests.integration import conductor_world
+from tests.integration.conductor_world import (
+    JOB_ID,
+    World,
+    make_job,
+    run_to_end,
+    running_world,
+    sampled,
+)
+from tests.integration.test_conductor import POINTS, check_books, check_streams_empty
+
+SEED = 13
+
+
+def delay(world: World, *, most_s: float) -> None:
+    """Every group takes another time to be sampled."""
+    noise = np.random.default_rng(SEED)
+    for server in world.servers.values():
+        taking = server._sample_one
+
+        async def slowly(body: bytes, taking: Any = taking) -> None:
+            await asyncio.sleep(float(noise.random() ** 3) * most_s)
+            await taking(body)
+
+        server._sample_one = slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.timeout(150)
+async def test_two_hundred_steps_with_random_delays_never_exceed_the_lag(
+    redis: Redis, tmp_path: Path
+) -> None:
+    job = make_job(
+        steps=200,
+        algorithm={"max_lag": 3},
+        sampling={"groups_per_step": 2},
+        checkpoint={"every_steps": 1000},
+    )
+    async with running_world(redis, tmp_path / "run", job=job, servers=2) as world:
+        delay(world, most_s=0.1)
+        conductor = world.conductor()
+        await asyncio.wait_for(conductor.run(), 140)
+        await conductor.close("finished")
+        steps = world.events("step")
+        assert len(steps) == 200
+        assert max(step["lag_max"] for step in steps) == 3  # the bound is reached, never passed
+        check_books(world).close()
+
+
+async def paused_with(world: World) -> str:
+    conductor = world.conductor()
+    with pytest.raises(JobPaused) as caught:
+        await asyncio.wait_for(conductor.run(), 20)
+    await conductor.close("paused", error=str(caught.value))
+    return str(caught.value)
+
+
+def one_good_draw(prompt: PromptGroup, index: int) -> Outcome:
+    return Score(value=float(prompt.draw == 2 and index))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "bound"),
+    [
+        ({"max_redraws": 2.0}, r"6 groups \(sampling.max_redraws x groups_per_step\)"),
+        ({"max_wait_s": 0.5}, "sampling.max_wait_s = 0.5 is over"),
+        ({"min_usable_share": 0.5}, r"of [3-9] groups are usable, less than .*_share = 0.5"),
+    ],
+)
+async def test_whole_steps_or_none_if_the_job_says_so(
+    redis: Redis, tmp_path: Path, sampling: dict[str, Any], bound: str
+) -> None:
+    """The bound of tries, of time, of share: which one was hit, and why groups were dropped."""
+    job = make_job(sampling=sampling | {"when_short": "stop"})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.grade = one_good_draw
+        world.sampling_s = 0.05
+        error = await paused_with(world)
+        assert world.history == []
+    with pytest.raises(AssertionError, match=f"step 1: .*{bound}.*1 of 3.*no_variance_all_wrong"):
+        raise AssertionError(error)
+
+
+async def test_a_smaller_step_is_told(redis: Redis, tmp_path: Path) -> None:
+    job = make_job(steps=1, sampling={"max_redraws": 2.0})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.grade = one_good_draw
+        await run_to_end(world)
+        (short,) = world.events("step_short")
+        assert (short["groups"], short["wanted"]) == (1, 3)
+        assert short["reasons"] == {"no_variance_all_wrong": 5}
+
+
+async def test_groups_of_bad_logprobs_are_dropped_before_they_reach_a_step(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third draw comes without numbers; the step is made of the others."""
+
+    def spoiled(prompt: PromptGroup, version: int, **names: str) -> Any:
+        group = sampled(prompt, version, **names)
+        if prompt.draw % 3:
+            return group
+        bad = [r.model_copy(update={"logprobs": r.logprobs * math.nan}) for r in group.rollouts]
+        return group.model_copy(update={"rollouts": bad})
+
+    monkeypatch.setattr(conductor_world, "sampled", spoiled)
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=2)) as world:
+        await run_to_end(world)
+        dropped = [one["group_id"] for one in world.events("group_dropped")]
+        reasons = {one["reason"] for one in world.events("group_dropped")}
+        assert "bad_logprobs" in reasons
+        assert f"{JOB_ID}.g000000" in dropped
+        check_books(world).close()
+
+
+async def test_long_prompts_are_asked_first(redis: Redis, tmp_path: Path) -> None:
+    rows = ["a" * length for length in (3, 30, 7, 12, 30)]
+    job = make_job(data={"path": "/nowhere/rows.jsonl", "shuffle": False}, steps=2)
+    job = job.model_copy(update={"sampling": job.sampling.model_copy(update={"oversampling": 1.6})})
+    async with running_world(redis, tmp_path / "run", job=job, rows=rows, servers=0) as world:
+        conductor = world.conductor()
+        conductor.parts.progress.published_version = 0
+        await conductor.parts.feeder.fill()
+        entries = await redis.xrange(topology.prompts(JOB_ID))
+        lengths = [
+            len(PromptGroup.unpack(fields[b"body"]).prompt_token_ids) for _, fields in entries
+        ]
+        assert lengths == [30, 30, 12, 7, 3]
+        await conductor.close(None)
+
+
+@pytest.mark.parametrize("rows", [["one", "two"], ["same"] * 10])
+async def test_few_or_equal_rows_are_groups_of_their_own(
+    redis: Redis, tmp_path: Path, rows: list[str]
+) -> None:
+    """A data set smaller than a step is gone through again; equal prompts are sampled apart."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), rows=rows) as world:
+        world.grade = lambda prompt, index: Score(value=float(index % 2))
+        await run_to_end(world)
+        books = check_books(world)
+        assert books.next_draw() >= 12
+        books.close()
+
+
+async def test_a_resume_at_an_epochs_end_takes_the_remaining_steps(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """Six rows are two steps; the process ends after each of them, and nothing is drawn twice."""
+    rows = [f"problem {i}" for i in range(6)]
+    drawn = []
+    for name, crash_at in (("calm", []), ("ended", ["told", "told"])):
+        await redis.flushall()
+        async with running_world(redis, tmp_path / name, job=make_job(), rows=rows) as world:
+            world.grade = lambda prompt, index: Score(value=float(index % 2))
+            await run_to_end(world, crash_at=crash_at)
+            assert [step["step"] for step in world.events("step")] == [1, 2, 3, 4]
+            drawn.append(world.history)
+    assert dict(drawn[0]) == dict(drawn[1])
+
+
+async def test_a_resume_after_the_last_step_says_so(redis: Redis, tmp_path: Path) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        await run_to_end(world)
+        trained = list(world.history)
+        again = world.conductor()
+        await asyncio.wait_for(again.run(), 20)
+        await again.close("finished")
+        assert world.history == trained
+        assert world.events("no_steps_left") == [{"step": 4, "steps": 4}]
+
+
+@pytest.mark.parametrize("point", POINTS)
+async def test_a_pause_in_every_phase_loses_nothing(
+    redis: Redis, tmp_path: Path, point: str
+) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        conductor = world.conductor()
+        conductor._on_point = lambda now: now == point and conductor.pause_asked.set()
+        with pytest.raises(JobPaused, match="paused on request"):
+            await asyncio.wait_for(conductor.run(), 20)
+        await conductor.close("paused")
+        await run_to_end(world)
+        check_books(world).close()
+        await check_streams_empty(redis)
+
+
+@pytest.mark.parametrize("point", POINTS)
+async def test_a_cancel_in_every_phase_leaves_whole_books(
+    redis: Redis, tmp_path: Path, point: str
+) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        conductor = world.conductor()
+        reached = asyncio.Event()
+        conductor._on_point = lambda now: now == point and reached.set()
+        running = asyncio.create_task(conductor.run())
+        await asyncio.wait_for(reached.wait(), 20)
+        await end(running)
+        await conductor.close("cancelled")
+        books = Books(world.run_dir / BOOKS_FILE)
+        counts = books.counts()
+        assert counts["trained"] == 3 * books.last_step()
+        assert sum(counts[state] for state in ("open", "trained", "dropped")) == books.next_draw()
+        books.close()
+        assert (await world.announced()).state == "finished"
+
+
+async def test_supervised_steps_come_first_and_are_durable_like_others(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """The process dies after each of the first steps; no group is sampled by their versions."""
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"say {i}", "response": str(i)} for i in range(5)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = make_job(steps=4, warm_up={"path": str(pairs), "steps": 2, "pairs_per_step": 3})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.rank_faults += ["train_step:2"]
+        await run_to_end(world, crash_at=["committed"])
+        steps = world.events("step")
+        assert [step.get("supervised", False) for step in steps] == [True, True, False, False]
+        assert [step["groups"] for step in steps] == [0, 0, 3, 3]
+        assert [groups for _, groups in world.history][:2] == [[], []]
+        assert world.events("weights_published")[0]["policy_version"] == 2
+
+
+def test_pairs_are_a_function_of_the_step_and_end_with_the_stop_token() -> None:
+    job = make_job(
+        steps=4,
+        warm_up={"path": "unused", "steps": 2, "pairs_per_step": 3},
+        data={"path": "/nowhere", "shuffle": False},
+    )
+    pairs = [Pair(f"say {i}", "x" * (i + 1)) for i in range(4)]
+    source = conductor_world.make_source(job)
+    batches = [
+        supervised_batch(pairs, source=source, step=step, policy_version=step - 1)
+        for step in (1, 2, 2)
+    ]
+    assert batches[1].pack() == batches[2].pack()
+    texts = [bytes(s.token_ids.astype(np.uint8)) for batch in batches[:2] for s in batch.samples]
+    assert texts[:4] == [b"say 0x\0", b"say 1xx\0", b"say 2xxx\0", b"say 3xxxx\0"]
+    assert texts[4] == texts[0]  # the next epoch
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n', "line 1: a pair needs `prompt` and `response`"),
+        ('{"prompt": "a", "response": "b"}\n{"prompt": 1, "response": "b"}\n', "line 2: a pair"),
+        ("", "there are no pairs"),
+    ],
+)
+def test_pairs_that_are_none_are_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_pairs(path)

@@ -1,0 +1,225 @@
+"""Recordings: what a run kept trains again to the same weights; jobs that only sample or train."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from services.trainer.assembly import assemble
+from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.recording import RECORDING_FILE, Recording, RecordingUnreadable
+from services.trainer.replayer import Replayer
+from services.trainer.steps import EndState, JobPaused
+from shared.http import HttpClient
+from shared.messages import Outcome, PromptGroup
+from tests.integration.conductor_world import (
+    JOB_ID,
+    ConductorConfig,
+    FakeRanks,
+    World,
+    alternating,
+    make_job,
+    make_source,
+    run_to_end,
+    running_world,
+)
+
+
+class Replay:
+    """Train-only jobs on what `run_dir` recorded."""
+
+    def __init__(self, redis: Redis, run_dir: Path, recorded: Path, **sections: Any) -> None:
+        self.history: list[tuple[int, list[str]]] = []
+        self.faults: list[str] = []
+        self.ranks: FakeRanks | None = None
+        self.run_dir = run_dir
+        run_dir.mkdir()
+        given = {"mode": "train_only", "recording": str(recorded), "record": False}
+        self.job = make_job(**(given | sections))
+        self.redis = redis
+
+    def replayer(self) -> Replayer:
+        async def start() -> FakeRanks:
+            self.ranks = FakeRanks(self.history, self.faults, set())
+            return self.ranks
+
+        parts = assemble(
+            self.redis,
+            source=make_source(self.job),
+            run_dir=self.run_dir,
+            start_ranks=start,
+            http=HttpClient(attempts=1),
+            trainer_url="http://trainer",
+            shards_url="http://trainer",
+            replica="trainer-0",
+            config=ConductorConfig(),
+        )
+        return Replayer(parts)
+
+    async def run(self) -> FakeRanks:
+        replayer = self.replayer()
+        ended: EndState | None = None
+        try:
+            await replayer.run()
+            ended = "finished"
+        finally:
+            await replayer.close(ended)
+        assert self.ranks is not None
+        return self.ranks
+
+
+async def record(redis: Redis, run_dir: Path, **sections: Any) -> World:
+    job = make_job(**({"record": True} | sections))
+    async with running_world(redis, run_dir, job=job, servers=2) as world:
+        await run_to_end(world, crash_at=world_crashes(sections))
+        return world
+
+
+def world_crashes(sections: dict[str, Any]) -> list[str]:
+    return ["packed", "committed", "acked"] if "algorithm" in sections else []
+
+
+@pytest.mark.parametrize("sections", [{}, {"algorithm": {"max_lag": 2}, "steps": 6}])
+async def test_a_recording_trains_to_the_same_weights(
+    redis: Redis, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    """Also one of a run in which the conductor died thrice."""
+    world = await record(redis, tmp_path / "run", **sections)
+    again = Replay(redis, tmp_path / "again", tmp_path / "run", **sections)
+    ranks = await again.run()
+    assert ranks.weights == world.ranks.weights
+    assert again.history == sorted(dict(world.history).items())
+    recorded, told = world.events("step"), events(again.run_dir, "step")
+    for name in ("reward_raw", "reward_trained", "tokens", "lag_mean", "loss"):
+        assert [one[name] for one in told] == [one[name] for one in recorded], name
+
+
+async def test_a_recording_has_every_group_that_arrived(redis: Redis, tmp_path: Path) -> None:
+    world = await record(redis, tmp_path / "run")
+    books = Books(world.run_dir / BOOKS_FILE)
+    recording = Recording.of_run(world.run_dir)
+    trained = [name for step in recording.steps() for name in step.group_ids]
+    assert trained == [group.group_id for n in range(1, 5) for group in books.groups_of_step(n)]
+    dropped = [event["group_id"] for event in world.events("group_dropped")]
+    assert set(recording.group_ids()) == {*trained, *dropped}
+    first = next(recording.groups())
+    assert first.group.rollouts[0].logprobs.dtype == np.float32
+    recording.close()
+    books.close()
+
+
+async def test_a_replay_that_dies_goes_on_and_one_that_is_paused_resumes(
+    redis: Redis, tmp_path: Path
+) -> None:
+    world = await record(redis, tmp_path / "run")
+    again = Replay(redis, tmp_path / "again", tmp_path / "run")
+    again.faults += ["train_step:2", "save:4"]
+    paused = again.replayer()
+    paused.pause_asked.set()
+    with pytest.raises(JobPaused, match="paused on request"):
+        await paused.run()
+    await paused.close("paused", error="paused on request")
+    assert (await again.run()).weights == world.ranks.weights
+
+
+async def test_a_replay_of_too_little_says_so(redis: Redis, tmp_path: Path) -> None:
+    await record(redis, tmp_path / "run")
+    again = Replay(redis, tmp_path / "again", tmp_path / "run", steps=9)
+    with pytest.raises(RecordingUnreadable, match="has 4 steps, the job asks for 9"):
+        await again.run()
+    again = Replay(redis, tmp_path / "third", tmp_path / "nowhere")
+    with pytest.raises(RecordingUnreadable, match=f"has no {RECORDING_FILE}"):
+        await again.run()
+
+
+async def test_a_job_that_only_samples_keeps_groups_and_trains_nothing(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """What it recorded is trained by another job."""
+    world = await record(redis, tmp_path / "run", mode="rollout_only")
+    assert world.history == []
+    assert [step["policy_version"] for step in world.events("step")] == [0, 0, 0, 0]
+    assert {step["lag_max"] for step in world.events("step")} == {0}
+    again = Replay(redis, tmp_path / "again", tmp_path / "run", algorithm={"max_lag": 8})
+    await again.run()
+    assert [len(groups) for _, groups in again.history] == [3, 3, 3, 3]
+    assert [step["lag_max"] for step in events(again.run_dir, "step")] == [0, 1, 2, 3]
+
+
+async def test_a_job_that_only_samples_goes_on_after_a_crash(redis: Redis, tmp_path: Path) -> None:
+    job = make_job(mode="rollout_only", record=True)
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        await run_to_end(world, crash_at=["committed", "acked", "told"])
+        recording = Recording.of_run(world.run_dir)
+        names = Counter(name for step in recording.steps() for name in step.group_ids)
+        assert len(names) == 12
+        assert set(names.values()) == {1}
+        recording.close()
+
+
+# Deterministic jobs
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return World.events(_Folder(run_dir), name)  # type: ignore[arg-type]
+
+
+class _Folder:
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+
+async def one_run(redis: Redis, run_dir: Path, seed: int, **sections: Any) -> World:
+    """Servers that take their time, each group another one; the grader likewise."""
+    job = make_job(
+        deterministic=True, sampling={"oversampling": 1.7, "groups_per_step": 3}, **sections
+    )
+    await redis.flushall()
+    async with running_world(redis, run_dir, job=job, servers=2) as world:
+        noise = np.random.default_rng(seed)
+        for server in world.servers.values():
+            taking = server._sample_one
+
+            async def slowly(body: bytes, taking: Any = taking) -> None:
+                await asyncio.sleep(float(noise.random()) * 0.05)
+                await taking(body)
+
+            server._sample_one = slowly  # type: ignore[method-assign]
+        await run_to_end(world)
+        return world
+
+
+async def test_a_deterministic_job_is_the_same_whoever_comes_first(
+    redis: Redis, tmp_path: Path
+) -> None:
+    one, other = [await one_run(redis, tmp_path / str(seed), seed) for seed in (1, 2)]
+    assert one.history == other.history
+    assert one.ranks.weights == other.ranks.weights
+    timed = {"seconds", "step_seconds", "tokens_per_s"}
+    metrics = [
+        [{k: v for k, v in step.items() if k not in timed} for step in world.events("step")]
+        for world in (one, other)
+    ]
+    assert metrics[0] == metrics[1]
+    drawn = [names for _, names in one.history]
+    assert [sorted(names) for names in drawn] == drawn
+
+
+async def test_a_deterministic_job_asks_in_waves_until_it_has_enough(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """Three of four draws are useless: steps need further waves, and take the lowest draws."""
+
+    def grade(prompt: PromptGroup, index: int) -> Outcome:
+        useless = prompt.draw % 4 != 0
+        return alternating(prompt.model_copy(update={"draw": 3 if useless else 0}), index)
+
+    job = make_job(deterministic=True, steps=2)
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.grade = grade
+        await run_to_end(world)
+        assert world.history[0][1] == [f"{JOB_ID}.g{draw:06d}" for draw in (0, 4, 8)]
