@@ -400,12 +400,6 @@ class Job(Section):
                 " policy_loss 'sequence_ratio', correction.level 'sequence' or 'geometric' and "
                 "correction.veto need them whole, use 1"
             )
-        overlong = algorithm.overlong
-        if overlong and overlong.buffer_tokens > sampling.max_response_tokens:
-            raise ValueError(
-                f"algorithm.overlong.buffer_tokens {overlong.buffer_tokens} exceeds "
-                f"sampling.max_response_tokens {sampling.max_response_tokens}"
-            )
         return self
 
     @model_validator(mode="after")

@@ -91,15 +91,6 @@ class KlSection(Section):
         return self
 
 
-class OverlongSection(Section):
-    """A penalty that grows with the last tokens that a response may have."""
-
-    buffer_tokens: int = Field(gt=0)
-    """It grows over the last so many of `sampling.max_response_tokens`."""
-    penalty: float = Field(1.0, gt=0)
-    """What a response of full length loses."""
-
-
 class AlgorithmSection(Section):
     name: AlgorithmName = "grpo"
     """Gives the fields below their defaults; each may be set by itself."""
@@ -123,7 +114,6 @@ class AlgorithmSection(Section):
     the recorded ones, which spares the correction and a pass."""
     kl: KlSection = KlSection()
     entropy_bonus: float = Field(0.0, ge=0)
-    overlong: OverlongSection | None = None
     truncated: Literal["train", "leave_out"] = "train"
     """leave_out: a truncated response counts in its group's baseline and is not trained on."""
     updates_per_batch: int = Field(1, gt=0, le=16)

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from services.trainer.loss.advantages import MIN_REWARD_SPREAD, advantages
-from services.trainer.loss.shaping import overlong_penalty
 from services.trainer.loss.validity import are_logprobs
 from shared.job import Job
 from shared.messages import (
@@ -99,15 +98,14 @@ def build_batch(
     Empty responses, and truncated ones if the job says so, are left out; they count in baselines.
     """
     ordered = sorted(kept, key=lambda group: group.draw)
-    shaped = [_shaped_rewards(group, job) for group in ordered]
     found = advantages(
-        [reward for rewards in shaped for reward in rewards],
+        [reward for group in ordered for reward in group.rewards],
         [group.group_id for group in ordered for _ in group.rewards],
         [len(one.response_token_ids) for group in ordered for one in group.scored.group.rollouts],
         algorithm=job.algorithm,
     )
-    ends = np.cumsum([len(rewards) for rewards in shaped])[:-1]
-    parts = list(zip(ordered, shaped, np.split(found, ends), strict=True))
+    ends = np.cumsum([len(group.rewards) for group in ordered])[:-1]
+    parts = list(zip(ordered, np.split(found, ends), strict=True))
     return TrainingBatch(
         job_id=job_id,
         step=step,
@@ -156,18 +154,7 @@ def outcome_counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return dict(Counter(outcome.kind for outcome in outcomes))
 
 
-def _shaped_rewards(group: KeptGroup, job: Job) -> list[float]:
-    """What the graders gave, less the penalty for length."""
-    most, overlong = job.sampling.max_response_tokens, job.algorithm.overlong
-    return [
-        reward + overlong_penalty(len(rollout.response_token_ids), most, overlong)
-        for reward, rollout in zip(group.rewards, group.scored.group.rollouts, strict=True)
-    ]
-
-
-def _samples(
-    group: KeptGroup, rewards: list[float], found: npt.NDArray[np.float64], job: Job
-) -> list[TrainingSample]:
+def _samples(group: KeptGroup, found: npt.NDArray[np.float64], job: Job) -> list[TrainingSample]:
     prompt = group.scored.group.prompt
     rollouts = group.scored.group.rollouts
     return [
@@ -184,7 +171,7 @@ def _samples(
             routes=routes,
         )
         for rollout, reward, advantage, routes in zip(
-            rollouts, rewards, found, group.routes or [None] * len(rollouts), strict=True
+            rollouts, group.rewards, found, group.routes or [None] * len(rollouts), strict=True
         )
         if rollout.oldest_version is not None and not _is_left_out(rollout, job)
     ]

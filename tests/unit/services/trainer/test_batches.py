@@ -163,17 +163,6 @@ def test_truncated_responses_may_be_left_out_but_count_in_the_baseline() -> None
     assert verdict == Unusable("all_truncated", (1.0, 0.0))
 
 
-def test_long_responses_pay_before_advantages_are_taken() -> None:
-    """Lengths 8 and 6 of 8 with a buffer of 4: rewards 1 - 1 and 0 - 0.5."""
-    job = make_job(algorithm={"overlong": {"buffer_tokens": 4}})
-    groups = [kept(1.0, 0.0, lengths=(8, 6))]
-    batch = build_batch(groups, job=job, job_id="j", step=1, policy_version=3)
-    assert [sample.reward for sample in batch.samples] == [0.0, -0.5]
-    assert [sample.advantage for sample in batch.samples] == [1.0, -1.0]
-    facts = batch_facts(batch, groups, reward_sum=0.0, num_rewards=0)
-    assert facts["reward_trained"] == 0.5  # as graded
-
-
 def test_raw_reward_counts_dropped_groups_and_trained_reward_does_not() -> None:
     groups = [kept(0.0, 1.0, draw=0), kept(1.0, 1.0, draw=1, version=1, finish="length")]
     batch = build_batch(groups, job=make_job(), job_id="j", step=1, policy_version=3)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from services.trainer.loss.advantages import advantages, token_advantages
-from services.trainer.loss.shaping import overlong_penalty
-from shared.job_algorithm import AlgorithmSection, OverlongSection
+from shared.job_algorithm import AlgorithmSection
 
 GRPO = AlgorithmSection()
 NAMES = ["grpo", "dr_grpo", "reinforce_plus_plus", "rloo"]
@@ -144,15 +143,6 @@ def test_without_costs_token_advantages_are_the_samples(name: str) -> None:
     costs = [np.zeros(length) for length in lengths]
     by_token = token_advantages(rewards, groups, costs, algorithm=algorithm)
     np.testing.assert_allclose(by_token, np.repeat(by_sample, lengths))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "penalty"), [(0, 0.0), (80, 0.0), (90, -0.25), (100, -0.5), (101, -0.5)]
-)
-def test_overlong_penalty_by_hand(tokens: int, penalty: float) -> None:
-    overlong = OverlongSection(buffer_tokens=20, penalty=0.5)
-    assert overlong_penalty(tokens, 100, overlong) == pytest.approx(penalty)
-    assert overlong_penalty(tokens, 100, None) == 0.0
 
 
 def test_names_fill_in_what_is_not_given() -> None:
