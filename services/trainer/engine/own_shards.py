@@ -23,6 +23,9 @@ class OwnShards:
             url.decode() for url in gather_bytes(f"http://{host}:{self._server.port}".encode())
         ]
 
+    def close(self) -> None:
+        self._server.close()
+
     def _find(self, version: int, kind: Kind, index: int) -> Path | None:
         folder = self._weights / f"v{version:08d}"
         path = folder / (shard_file(index) if kind == "shards" else delta_file(index))
