@@ -143,12 +143,22 @@ class TandemClient:
         return JobStatus.model_validate(await self._of_job("POST", job_id, f"/{command}"))
 
     async def weights(self, job_id: str) -> KeptVersions:
-        return KeptVersions.model_validate(await self._of_job("GET", job_id, "/weights"))
+        """Of a job in progress; `NoSuchJob` says if it is not."""
+        return await self._weights("GET", f"/v1/jobs/{job_id}/weights")
 
     async def roll_back(self, job_id: str, version: int) -> KeptVersions:
-        """`HttpFailed` with 404 if the job is not in progress or the version is not kept."""
-        url = f"{self._url}/v1/jobs/{job_id}/weights/rollback"
-        answer = await self._http.post(url, {"to": version}, idempotent=True)
+        """`NoSuchJob` says if the job is not in progress or the version is not kept."""
+        return await self._weights("POST", f"/v1/jobs/{job_id}/weights/rollback", {"to": version})
+
+    async def _weights(self, method: str, path: str, body: Any = None) -> KeptVersions:
+        try:
+            answer = await self._http.request(
+                method, f"{self._url}{path}", json=body, idempotent=True
+            )
+        except HttpFailed as err:
+            if err.status == 404:
+                raise NoSuchJob(json.loads(err.body)["detail"]) from err
+            raise
         return KeptVersions.model_validate(answer)
 
     async def summary(self, job_id: str) -> dict[str, Any]:

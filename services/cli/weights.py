@@ -10,7 +10,7 @@ from rich.table import Table
 
 from services.cli.run import run
 from services.client import KeptVersions, TandemClient
-from shared.errors import DeadlineExceeded, HttpFailed, TandemError
+from shared.errors import DeadlineExceeded
 
 weights = typer.Typer(help="Versions of a job's weights.", no_args_is_help=True)
 
@@ -52,12 +52,7 @@ def rollback(
 
     async def command() -> int:
         async with TandemClient(trainer, patience_s=10) as client:
-            try:
-                await client.roll_back(job_id, to)
-            except HttpFailed as err:
-                if err.status == 404:
-                    raise TandemError(err.body) from err
-                raise
+            await client.roll_back(job_id, to)
             names = await _served(client, job_id, to, wait_s)
         typer.echo(f"version {to} is served by {', '.join(names)}")
         return 0

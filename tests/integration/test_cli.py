@@ -40,6 +40,23 @@ class FakeTrainer:
     unavailable: int = 0
     keys: list[str | None] = field(default_factory=list)
     asked_after: list[int] = field(default_factory=list)
+    rolled_back_to: int | None = None
+
+    def kept(self) -> dict[str, Any]:
+        """Two versions; a server follows at once."""
+        served = 2 if self.rolled_back_to is None else self.rolled_back_to
+        versions = [
+            {
+                "policy_version": version,
+                "is_whole": version == 2,
+                "stored_bytes": 1_500_000,
+                "base_version": version - 1,
+                "effective_checksum": str(version) * 32,
+                "servers": ["rollout-0"] if version == served else [],
+            }
+            for version in (1, 2)
+        ]
+        return {"current": 2, "rolled_back_to": self.rolled_back_to, "versions": versions}
 
     def status(self) -> dict[str, Any]:
         return {"job_id": JOB_ID, "name": "demo", "state": self.state, "step": 2, "steps": 2}
@@ -73,6 +90,19 @@ def fake_app(trainer: FakeTrainer) -> FastAPI:
     async def cancel(job_id: str) -> dict[str, Any]:
         trainer.state = "cancelled"
         return trainer.status()
+
+    @app.get("/v1/jobs/{job_id}/weights")
+    async def kept(job_id: str) -> dict[str, Any]:
+        if job_id != JOB_ID:
+            raise HTTPException(404, f"job {job_id} is not in progress")
+        return trainer.kept()
+
+    @app.post("/v1/jobs/{job_id}/weights/rollback", status_code=202)
+    async def roll_back(job_id: str, body: dict[str, int]) -> dict[str, Any]:
+        if body["to"] not in (1, 2):
+            raise HTTPException(404, f"version {body['to']} is not kept; kept are [1, 2]")
+        trainer.rolled_back_to = None if body["to"] == 2 else body["to"]
+        return trainer.kept()
 
     @app.get("/v1/jobs/{job_id}/events")
     async def events(job_id: str, after: int = 0) -> StreamingResponse:
@@ -228,3 +258,24 @@ async def test_the_client_names_a_job_that_is_not_there(trainer: FakeTrainer) ->
     async with TandemClient(trainer.url) as client:
         with pytest.raises(NoSuchJob, match="other-0000"):
             await asyncio.wait_for(anext(client.events("other-0000")), 10)
+
+
+def test_kept_versions_are_listed_and_rolled_back_to(trainer: FakeTrainer) -> None:
+    listed = call(trainer, "weights", "list", JOB_ID)
+    assert listed.exit_code == 0
+    assert "changes of 0" in listed.stdout
+    assert "2 (to serve)" in listed.stdout
+    there = call(trainer, "weights", "rollback", JOB_ID, "--to", "1")
+    assert (there.exit_code, there.stdout) == (0, "version 1 is served by rollout-0\n")
+    assert "1 (to serve)" in call(trainer, "weights", "list", JOB_ID).stdout
+    back = call(trainer, "weights", "rollback", JOB_ID, "--to", "2")
+    assert (back.exit_code, trainer.rolled_back_to) == (0, None)
+    as_json = call(trainer, "weights", "list", JOB_ID, "--json").stdout
+    assert json.loads(as_json)["versions"][1]["servers"] == ["rollout-0"]
+
+
+def test_a_version_or_a_job_that_is_not_there_is_one_sentence(trainer: FakeTrainer) -> None:
+    gone = call(trainer, "weights", "rollback", JOB_ID, "--to", "77")
+    assert (gone.exit_code, gone.stderr.strip()) == (1, "version 77 is not kept; kept are [1, 2]")
+    other = call(trainer, "weights", "list", "other-0000")
+    assert (other.exit_code, other.stderr.strip()) == (1, "job other-0000 is not in progress")

@@ -370,6 +370,28 @@ async def test_inner_states_name_their_version(trainer: Trainer) -> None:
     assert "not 3" in (await trainer.http.post("/v1/trace", content=other)).text
 
 
+async def test_kept_versions_are_told_and_an_unknown_one_is_refused(trainer: Trainer) -> None:
+    assert (await trainer.http.get("/v1/jobs/none-0000/weights")).status_code == 404
+    job_id = await trainer.submit()
+    await trainer.until_ok("GET", "/v1/weights/0/manifest")
+    kept = (await trainer.http.get(f"/v1/jobs/{job_id}/weights")).json()
+    (version,) = kept["versions"]
+    assert (kept["rolled_back_to"], version["policy_version"], version["is_whole"]) == (
+        None,
+        0,
+        True,
+    )
+    back = f"/v1/jobs/{job_id}/weights/rollback"
+    refused = await trainer.http.post(back, json={"to": 9})
+    assert (refused.status_code, refused.json()["detail"]) == (
+        404,
+        "version 9 is not kept; kept are [0]",
+    )
+    assert (await trainer.http.post(back, json={"to": -1})).status_code == 422
+    assert (await trainer.http.post(back, json={"to": 0})).status_code == 202
+    await trainer.http.post(f"/v1/jobs/{job_id}/cancel")
+
+
 async def test_scores_name_their_version(trainer: Trainer) -> None:
     asked: dict[str, Any] = {"sequences": [[1, 2, 3], [4, 5]]}
     assert (await trainer.http.post("/v1/score", json=asked)).status_code == 409
