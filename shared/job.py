@@ -281,8 +281,8 @@ class PreflightSection(Section):
     deadline_s: float = Field(300.0, gt=0)
     """Longest wait for a server to serve the first version, and for the comparison with it."""
     max_mean_abs_delta_logprob: float = Field(0.05, gt=0)
-    """Between a sampler and the ranks rounding alike: there a difference is a mistake. As the ranks
-    train `bounds.max_mean_abs_delta_logprob` holds."""
+    """Between an embedded sampler and the ranks rounding alike: there a difference is a mistake. As
+    the ranks train, and for other engines, `bounds.max_mean_abs_delta_logprob` holds."""
     walk: bool = True
     """Refuse also when a layer walk names a sub-module that departs."""
     max_memory_share: float = Field(0.95, gt=0)

@@ -92,6 +92,7 @@ class Servers:
 
     def __init__(self, **engines: SamplerSide) -> None:
         self.engines = engines
+        self.refusals = 0  # requests that are answered with 503 first
         self.rehearsed: str | None = None  # what a dry update comes to, if not to the same
 
     @property
@@ -99,6 +100,9 @@ class Servers:
         return {name: f"http://{name}" for name in self.engines}
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
+        if self.refusals:
+            self.refusals -= 1
+            return httpx.Response(503)
         side = self.engines[request.url.host]
         if request.url.path == "/v1/trace":
             traced = await side(TraceRequest.unpack(request.content))
@@ -227,6 +231,15 @@ async def test_planted_mistake_in_one_server_is_refused_by_name(
     assert not event["passed"]
     assert [found["departs_at"] for found in event["parity"]][-1] == mutation.at
     assert event["seconds"] < 60
+
+
+async def test_server_that_went_away_is_asked_again(
+    world: World, weights: dict[str, Tensor]
+) -> None:
+    servers = Servers(one=SamplerSide.of(ARCH, weights))
+    servers.refusals = 1
+    await world.preflight(servers).run(0)
+    assert [found["server"] for found in world.record.events[0]["parity"]] == ["one"]
 
 
 async def test_dry_update_that_comes_to_other_weights_is_refused(

@@ -21,7 +21,7 @@ from services.trainer.preflight.memory import has_accelerator, plan_memory
 from services.trainer.preflight.parity import ParityCheck, ParityUnknown, Trained
 from services.trainer.publisher import Publisher
 from services.trainer.transactions import Transaction, UpdateFailed
-from shared.errors import DeadlineExceeded, HttpFailed
+from shared.errors import DeadlineExceeded, HttpFailed, TandemError
 from shared.http import HttpClient
 from shared.job import Job
 from shared.models.deepseek_v4.architecture import Architecture
@@ -30,6 +30,12 @@ from shared.process import available_memory_bytes
 log = structlog.get_logger()
 NOTE = "preflight"  # of the books: what a passed preflight found
 NUM_PROMPTS = 4
+TEMPORARY = (None, 409, 502, 503, 504)  # None: no answer at all
+RETRY_S = 0.5
+
+
+class _NotNow(TandemError):
+    """A server went away, or has another version meanwhile."""
 
 
 class Preflight:
@@ -94,10 +100,8 @@ class Preflight:
                 policy_version=policy_version,
                 timeout_s=self._settings.deadline_s,
             )
-            servers = self._publisher.addresses(policy_version)
             async with asyncio.timeout(self._settings.deadline_s):
-                for name, url in servers.items():
-                    await self._check_server(check, name, url)
+                await self._check_servers(check)
         except TimeoutError as err:
             what = f"the preflight of version {policy_version}"
             raise DeadlineExceeded(what, self._settings.deadline_s) from err
@@ -118,15 +122,41 @@ class Preflight:
             raise DeadlineExceeded(what, deadline_s)
         await self._publisher.wait_settled(policy_version, grace_s=self._settle_grace_s)
 
+    async def _check_servers(self, check: ParityCheck) -> None:
+        """Every server that serves the version, one at least; who goes away may come back."""
+        done: set[str] = set()
+        while True:
+            serving = self._publisher.addresses(check.policy_version)
+            waiting = {name: url for name, url in serving.items() if name not in done}
+            if done and not waiting:
+                return
+            done |= {n for n, url in waiting.items() if await self._is_checked(check, n, url)}
+            if not waiting.keys() <= done or not done:
+                await asyncio.sleep(RETRY_S)
+
+    async def _is_checked(self, check: ParityCheck, name: str, url: str) -> bool:
+        """False if the server cannot answer now."""
+        try:
+            await self._check_server(check, name, url)
+        except _NotNow as err:
+            log.warning("preflight_server_unavailable", server=name, error=str(err))
+            return False
+        return True
+
     async def _check_server(self, check: ParityCheck, name: str, url: str) -> None:
         try:
             found = await check.of(name, url)
-        except (HttpFailed, ParityUnknown) as err:
+        except HttpFailed as err:
+            if err.status in TEMPORARY:
+                raise _NotNow(str(err)) from err
             self._findings.problems.append(f"{name} cannot be compared: {err}")
             return
+        except ParityUnknown as err:
+            self._findings.problems.append(f"{name} cannot be compared: {err}")
+            return
+        problems = self._departures(found) or await self._dry_update(check, name, url)
         self._findings.parity.append(found)
-        departures = self._departures(found)
-        self._findings.problems += departures or await self._dry_update(check, name, url)
+        self._findings.problems += problems
 
     async def _dry_update(self, check: ParityCheck, name: str, url: str) -> list[str]:
         deadline_s = self._job.update.deadline_s
@@ -139,7 +169,11 @@ class Preflight:
                 policy_version=version,
                 probe=self._publisher.probe(version),
             )
-        except (HttpFailed, UpdateFailed) as err:
+        except HttpFailed as err:
+            if err.status in TEMPORARY:
+                raise _NotNow(str(err)) from err
+            return [f"{name}: the dry update of version {version} failed: {err}"]
+        except UpdateFailed as err:
             return [f"{name}: the dry update of version {version} failed: {err}"]
         if found is None:
             return []
@@ -155,7 +189,7 @@ class Preflight:
         problems = []
         if found.departs_at is not None and self._settings.walk:
             problems.append(f"{found.server}: {found.walked}")
-        elif not found.alike_mean <= alike:
+        elif self._job.rollout.engine == "embedded" and not found.alike_mean <= alike:
             problems.append(
                 f"{found.server}: mean |delta log p| {found.alike_mean:.4g} with both sides "
                 f"rounding alike exceeds preflight.max_mean_abs_delta_logprob = {alike:g} ({where})"
