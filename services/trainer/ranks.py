@@ -149,8 +149,9 @@ class Ranks:
             ranks._deadlines = deadlines
             await ranks._connect(listener.accept(deadlines.start_s))
             first = {"job_id": job_id, "job": job.model_dump(mode="json"), "run_dir": str(run_dir)}
-            # Ranks of other nodes may still have to come.
-            patience_s = job.cluster.rendezvous.timeout_s if launch.nodes > 1 else 0.0
+            # Rank 0 connects before it has loaded anything; others, on other nodes, may come later.
+            later_s = job.cluster.rendezvous.timeout_s if launch.nodes > 1 else 0.0
+            patience_s = max(deadlines.start_s, later_s)
             await ranks._ask("init", first, deadlines.load_s, patience_s=patience_s)
             ranks._resources = stack.pop_all()
         return ranks

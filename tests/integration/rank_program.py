@@ -31,6 +31,7 @@ def main() -> None:
     channel = SyncChannel.connect(os.environ[ADDRESS_VARIABLE]) if rank == 0 else None
     timeout = timedelta(seconds=float(os.environ[TIMEOUT_VARIABLE]))
     dist.init_process_group("gloo", timeout=timeout)
+    dist.new_group([0])  # most ranks are no member of some groups
     experts = dist.new_group(group_desc="experts")
     broadcast, state = Broadcast(), {"step": 0, "sum": 0}
     while True:

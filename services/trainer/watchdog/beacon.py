@@ -81,8 +81,8 @@ def _trace() -> dict[str, Any]:
     if not dist.is_initialized():
         return found
     world = dist.distributed_c10d._world
-    for group, ranks in world.pg_group_ranks.items():
-        found["groups"][world.pg_names[group]] = sorted(ranks)
+    for group, group_name in world.pg_names.items():  # those that this rank is in
+        found["groups"][group_name] = sorted(world.pg_group_ranks[group])
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(c10d, name, None)
         for entry in json.loads(dump()).get("entries", []) if dump else []:
