@@ -197,6 +197,7 @@ def _pool_config(options: argparse.Namespace) -> PoolConfig:
         workers=options.workers,
         slow_nice=options.slow_nice,
         slow_workers=options.slow_workers,
+        spare_workers=options.spare_workers,
     )
 
 
@@ -272,6 +273,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=PoolConfig().workers)
     parser.add_argument("--rounds", type=int, default=5, help="of latency, each with and without")
     parser.add_argument("--slow-nice", type=int, default=PoolConfig().slow_nice)
+    parser.add_argument("--spare-workers", type=int, default=PoolConfig().spare_workers)
     parser.add_argument("--slow-workers", type=int, default=PoolConfig().slow_workers)
     parser.add_argument("--only", choices=["throughput", "latency"])
     parser.add_argument("--rate", type=float, default=160.0, help="checks per second that arrive")

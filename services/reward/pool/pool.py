@@ -3,7 +3,7 @@
     grade() ──> waiting line ──batch──> worker ───────────────────────────results──> outcomes
                      ^                    │ a check runs for over 50 ms
                      └─ its neighbours ───┴─> slow lane: the worker is niced where it stands, and a
-                                              fresh one takes its place
+                                              spare one, forked beforehand, takes its place
 
 A hostile answer costs its neighbours 50 ms. With the slow lane full, its worker is killed and it
 waits for a place, at most as long as its own limit. Limits are watched from here: wall clock and
@@ -60,6 +60,7 @@ class GradingPool:
         self._line = WaitingLine()
         self._slow_line: deque[Task] = deque()
         self._workers: set[Worker] = set()
+        self._spares: list[Worker] = []  # connected, and given nothing yet
         self._num_slow_coming = 0
         self._open: set[Request] = set()
         self._preparing: asyncio.Task[None] | None = None
@@ -77,7 +78,10 @@ class GradingPool:
         begin_s = time.monotonic()
         try:
             pool._zygote = await Zygote.start(config, pool._fail)
-            await asyncio.gather(*(pool._add_worker() for _ in range(config.workers)))
+            await asyncio.gather(
+                *(pool._add_worker() for _ in range(config.workers)),
+                *(pool._add_spare() for _ in range(config.spare_workers)),
+            )
         except BaseException:
             await pool.close()
             raise
@@ -149,9 +153,10 @@ class GradingPool:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        for worker in self._workers:
+        for worker in (*self._workers, *self._spares):
             worker.close()
         self._workers.clear()
+        self._spares.clear()
         if self._zygote is not None:
             await self._zygote.close()
 
@@ -208,8 +213,6 @@ class GradingPool:
             self._replace(worker, "slow")
         elif worker.is_stale or worker.num_checks >= self._config.max_checks_per_worker:
             self._replace(worker, "age")
-
-    # What runs is watched.
 
     def _slow_after_s(self, task: Task) -> float:
         assert self._zygote is not None
@@ -282,15 +285,20 @@ class GradingPool:
     def _num_slow(self) -> int:
         return sum(worker.is_slow for worker in self._workers) + self._num_slow_coming
 
-    async def _add_worker(self) -> None:
+    async def _forked(self) -> Worker:
         assert self._zygote is not None
-        self._workers.add(await self._zygote.fork(self._on_report, self._on_death))
+        return await self._zygote.fork(self._on_report, self._on_death)
+
+    async def _add_worker(self) -> None:
+        self._workers.add(await self._forked())
         self._dispatch()
 
+    async def _add_spare(self) -> None:
+        self._spares.append(await self._forked())
+
     async def _add_slow_worker(self) -> None:
-        assert self._zygote is not None
         try:
-            worker = await self._zygote.fork(self._on_report, self._on_death)
+            worker = await self._forked()
         finally:
             self._num_slow_coming -= 1
         worker.is_slow = True
@@ -308,7 +316,12 @@ class GradingPool:
         self._fill_place_of(worker)
 
     def _fill_place_of(self, worker: Worker) -> None:
-        if not worker.is_slow and not worker.is_stale:
+        if worker.is_slow or worker.is_stale:
+            return
+        if self._spares:
+            self._workers.add(self._spares.pop())
+            self._do(self._add_spare())
+        else:
             self._do(self._add_worker())
 
     async def _end(self, worker: Worker) -> None:
@@ -320,6 +333,10 @@ class GradingPool:
         if worker in self._workers:
             self._workers.discard(worker)
             self._do(self._bury(worker))
+        elif worker in self._spares:
+            self._spares.remove(worker)
+            self._do(self._end(worker))
+            self._do(self._add_spare())
 
     async def _bury(self, worker: Worker) -> None:
         """A worker died by itself. The check that it was in is at fault, the others are not."""
@@ -349,6 +366,10 @@ class GradingPool:
 
     async def _renew(self) -> None:
         """Have another worker for each; busy ones end after their batch."""
+        spares, self._spares = self._spares, []
+        for spare in spares:
+            self._do(self._end(spare))
+            await self._add_spare()
         for worker in list(self._workers):
             if worker in self._workers and not worker.is_slow:
                 worker.is_stale = True
