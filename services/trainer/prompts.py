@@ -46,9 +46,10 @@ class PromptSource:
 
     @classmethod
     def load(cls, job_id: str, job: Job) -> "PromptSource":
-        """Read data set and tokenizer; blocks. Raises `DataError`, or OSError for a checkpoint."""
+        """Read data set and tokenizer; blocks. Raises `DataError`, OSError for a checkpoint, or
+        ValueError for a chat format that its tokenizer does not have."""
         tokenizer = CheckpointTokenizer.load(expand_path(job.model.rollout_checkpoint))
-        return cls(
+        source = cls(
             job_id,
             job,
             [] if job.mode == "train_only" else load_rows(job.data),
@@ -62,6 +63,8 @@ class PromptSource:
             list(tokenizer.stop_token_ids),
             tokenizer.vocab_size,
         )
+        source.encode(source.rows[0].prompt)
+        return source
 
     @property
     def max_prompt_tokens(self) -> int:

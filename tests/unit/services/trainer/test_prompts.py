@@ -107,3 +107,14 @@ def test_source_is_loaded_from_checkpoint_and_data(tmp_path: Path) -> None:
     assert group.gold == "7"
     assert group.sampling.stop_token_ids == [1, 2]
     assert prompts.vocab_size == 9
+
+
+def test_a_chat_format_that_the_tokenizer_lacks_is_told_before_the_job_begins(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"problem": "1+1=", "answer": "2"}) + "\n")
+    data = {"path": str(path), "prompt_format": "thinking"}
+    job = make_job(data=data, model={"rollout_checkpoint": "assets/tiny-dsv4"})
+    with pytest.raises(ValueError, match="has no token"):
+        PromptSource.load("j-0000", job)
