@@ -138,6 +138,30 @@ def test_batch_stands_in_draw_order() -> None:
     )
 
 
+def test_a_batch_has_the_sampled_ids_whatever_their_text_is() -> None:
+    """No text goes back to ids: two ids may read as one token's text, and stay two."""
+    group = kept(0.0, 1.0)
+    whole = group.scored.group
+    rollouts = [one.model_copy(update={"text": "another text"}) for one in whole.rollouts]
+    other = group.scored.model_copy(
+        update={"group": whole.model_copy(update={"rollouts": rollouts})}
+    )
+    batches = [
+        build_batch(
+            [KeptGroup(b"1-0", scored_group, group.rewards)],
+            job=make_job(),
+            job_id="j",
+            step=1,
+            policy_version=3,
+        )
+        for scored_group in (group.scored, other)
+    ]
+    assert batches[0].pack() == batches[1].pack()
+    sample = batches[0].samples[0]
+    assert sample.token_ids[sample.num_prompt_tokens :].tolist() == [7, 7]
+    assert len(sample.sampler_logprobs) == 2  # of every id, the stop token's included
+
+
 def test_empty_responses_are_left_out_of_the_batch_and_counted() -> None:
     groups = [kept(0.0, 1.0, lengths=(0, 2))]
     batch = build_batch(groups, job=make_job(), job_id="j", step=1, policy_version=3)
