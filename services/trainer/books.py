@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.entries import (
+    SCHEMA,
     BooksViolated,
     Draw,
     DroppedGroups,
@@ -30,46 +31,6 @@ from shared.messages import Event
 
 BOOKS_FILE = "books.sqlite"
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS groups(
-    draw INTEGER PRIMARY KEY,
-    group_id TEXT NOT NULL UNIQUE,
-    state TEXT NOT NULL CHECK (state IN ('open', 'trained', 'dropped', 'skipped')),
-    min_policy_version INTEGER NOT NULL,
-    step INTEGER,
-    reason TEXT,
-    times_fed INTEGER NOT NULL DEFAULT 1,
-    arrived INTEGER NOT NULL DEFAULT 0,
-    during_step INTEGER,
-    reward_sum REAL NOT NULL DEFAULT 0,
-    num_rewards INTEGER NOT NULL DEFAULT 0,
-    CHECK ((state = 'trained') = (step IS NOT NULL)),
-    CHECK ((state IN ('dropped', 'skipped')) = (reason IS NOT NULL)));
-CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
-CREATE INDEX IF NOT EXISTS groups_by_step ON groups(during_step);
-CREATE TABLE IF NOT EXISTS steps(
-    step INTEGER PRIMARY KEY,
-    policy_version INTEGER NOT NULL,
-    batch_facts TEXT NOT NULL,
-    result TEXT,
-    told TEXT);
-CREATE TABLE IF NOT EXISTS redo(
-    step INTEGER PRIMARY KEY,
-    body BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS evals(
-    eval_id TEXT PRIMARY KEY,
-    policy_version INTEGER NOT NULL,
-    step INTEGER NOT NULL,
-    replica TEXT NOT NULL,
-    deadline_s REAL NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('open', 'finished', 'failed')));
-CREATE TABLE IF NOT EXISTS journal(
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    body TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS notes(
-    key TEXT PRIMARY KEY,
-    value TEXT NOT NULL);
-"""
 _GROUP = (
     "SELECT draw, group_id, state, min_policy_version, step, reason, times_fed, arrived"
     " FROM groups "
@@ -85,7 +46,7 @@ class Books:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
+        self._db.executescript(SCHEMA)
 
     def close(self) -> None:
         with self._lock:

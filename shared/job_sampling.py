@@ -1,0 +1,39 @@
+"""The job's `sampling` section: what is asked of the policy, and the bounds of a step's groups."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.section import Section
+
+
+class SamplingSection(Section):
+    groups_per_step: int = Field(16, gt=0)
+    samples_per_prompt: int = Field(8, gt=0)
+    """1 only for a baseline that needs no group, and without dynamic sampling."""
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0 keeps every token."""
+    context_length: int = Field(gt=0)
+    """Prompt and response together; longer prompts are skipped and counted."""
+    max_response_tokens: int = Field(gt=0)
+    oversampling: float = Field(1.0, ge=1.0, le=8.0)
+    """Groups in flight per step beyond those needed; the surplus is dropped and counted."""
+    dynamic: bool = True
+    """Drop groups whose scores do not differ and draw others instead."""
+    max_redraws: float = Field(8.0, ge=1.0)
+    """Groups that may arrive for a step, as a multiple of groups_per_step."""
+    max_wait_s: float | None = Field(None, gt=0)
+    """Seconds that a step may be collected for."""
+    min_usable_share: float = Field(0.0, ge=0, le=1)
+    """Of a step's arrived groups (groups_per_step at least), those that must be trainable."""
+    when_short: Literal["smaller", "stop"] = "smaller"
+    """What happens when one of the three bounds is hit before a step has its groups: it is taken
+    with those that are there, or the job pauses with the reasons."""
+    interrupted: Literal["resume", "discard"] = "resume"
+    """A completion that an update cut short (`update.pause_mode = "abort"`) goes on under the new
+    version, or begins again."""
+    extra_samples: int = Field(0, ge=0, le=64)
+    """Samples begun beyond samples_per_prompt; a group ends with its first samples_per_prompt
+    complete ones. Saves waiting for the longest, and favours short responses."""
