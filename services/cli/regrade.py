@@ -23,6 +23,7 @@ from rich.table import Table
 from services.cli.run import log_to, run
 from services.cli.stack import choose_ports, offline_programs
 from services.evaluator.samples import read_samples
+from services.trainer.recording import RECORDING_FILE
 from shared.broker import HOST
 from shared.chat import graded_text
 from shared.errors import ConfigInvalid, HttpFailed, TandemError
@@ -30,7 +31,6 @@ from shared.http import HttpClient
 from shared.local_stack import running
 from shared.messages import Outcome, Score, ScoredGroup
 
-RECORDING_FILE = "recording.sqlite"
 ITEMS_AT_ONCE = 1000
 REQUEST_S = 600.0
 SAME = 1e-9  # values closer than this are the same

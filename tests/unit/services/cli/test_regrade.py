@@ -1,14 +1,13 @@
 """A recorded run is read as it was graded, and only what is judged otherwise is shown."""
 
-import sqlite3
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from services.cli.regrade import RECORDING_FILE, differences, read_run
+from services.cli.regrade import differences, read_run
 from services.evaluator.samples import SampleFile
+from services.trainer.recording import RECORDING_FILE, Recording
 from shared.errors import ConfigInvalid
 from shared.messages import (
     GraderError,
@@ -65,13 +64,10 @@ def keep_run(tmp_path: Path) -> Path:
         file.add(make_result(row, [RIGHT, WRONG]))
     file.finish()
     run_dir = tmp_path / plan.job_id
-    db = sqlite3.connect(run_dir / RECORDING_FILE)
-    db.execute("CREATE TABLE groups(group_id TEXT PRIMARY KEY, draw INTEGER, body BLOB)")
+    recording = Recording(run_dir / RECORDING_FILE)
     for draw in (1, 0):
-        body = zlib.compress(scored_group(draw, [RIGHT, Unparseable()]).pack())
-        db.execute("INSERT INTO groups VALUES (?, ?, ?)", (str(draw), draw, body))
-    db.commit()
-    db.close()
+        recording.keep_group(scored_group(draw, [RIGHT, Unparseable()]))
+    recording.close()
     return run_dir
 
 
