@@ -373,10 +373,10 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _sampler_records(self) -> Self:
-        if self.actor.replay.on and self.rollout.engine != "embedded":
+        if self.actor.replay.indexer and self.rollout.engine != "embedded":
             raise ValueError(
-                f"actor.replay needs rollout.engine 'embedded': {self.rollout.engine!r} does not "
-                f"tell what it chose"
+                f"actor.replay.indexer needs rollout.engine 'embedded': {self.rollout.engine!r} "
+                f"does not tell which entries it chose"
             )
         return self
 

@@ -124,8 +124,6 @@ def engine_spec(job: Job, arch: Architecture, config: RolloutConfig) -> EngineSp
 def server_spec(job: Job, config: SGLangConfig) -> ServerSpec:
     """The server that the job asks for, as this machine runs it."""
     asked, replay = job.rollout.sglang, job.actor.replay
-    if replay.indexer:
-        raise ValueError("actor.replay.indexer: an SGLang server does not tell its indexer's picks")
     if replay.routing and config.platform == "cpu":
         raise ValueError(
             "actor.replay.routing: an SGLang server on the CPU tells no routed experts"

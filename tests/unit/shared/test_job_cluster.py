@@ -42,8 +42,8 @@ def make_job(**sections: Any) -> Job:
         ({"actor": {"kernels": {"mhc_pre": "triton"}}}, "no known mix"),
         ({"actor": {"max_tokens_per_gpu": 8}}, "leaves no room for a prompt"),
         (
-            {"rollout": {"engine": "sglang"}, "actor": {"replay": {"routing": True}}},
-            "actor.replay needs rollout.engine 'embedded': 'sglang' does not tell",
+            {"rollout": {"engine": "sglang"}, "actor": {"replay": {"indexer": True}}},
+            "actor.replay.indexer needs rollout.engine 'embedded': 'sglang' does not tell",
         ),
     ],
 )
