@@ -39,7 +39,7 @@ class Explanation(BaseModel):
     step: int | None
     policy_versions: list[int]
     temperature: float
-    reward: float
+    reward: float | None
     token_ids: list[int]
     recorded: list[float]
     rescored: list[float]
@@ -140,8 +140,9 @@ def _explanation(sample: RecordedSample, scored: RescoreResult, job: Job) -> Exp
 def _show(found: Explanation, job: Job, console: Console) -> None:
     versions = ", ".join(map(str, found.policy_versions))
     told: list[Any] = [
-        f"{found.rollout_id}: {len(found.token_ids)} tokens of version {versions}, trained in "
-        f"step {found.step}, reward {found.reward:g}, temperature {found.temperature:g}",
+        f"{found.rollout_id}: {len(found.token_ids)} tokens of version {versions}, "
+        f"{'recorded' if found.step is None else f'trained in step {found.step}'}, "
+        f"reward {found.reward}, temperature {found.temperature:g}",
         _table(found, job),
         f"largest difference {found.largest_difference:.3g}, noise floor {found.noise_floor:g}: "
         + ("the same log-probabilities" if found.agrees else "NOT the same log-probabilities"),

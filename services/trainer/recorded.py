@@ -1,6 +1,6 @@
 """A sampled completion of a run as it was recorded, found by its id; and the versions still held.
 
-The redo log has what the last steps trained: tokens, log-probabilities and the oldest version.
+A recording (`record = true`) has every group that came; the redo log what the last steps took.
 """
 
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.recording import RECORDING_FILE, Recording, RecordingUnreadable
 from services.trainer.versions import VersionStore
 from shared.errors import TandemError
 from shared.messages import TrainingBatch, VersionSpan
@@ -30,7 +31,7 @@ class RecordedSample:
     logprobs: list[float]
     spans: list[VersionSpan]
     temperature: float
-    reward: float
+    reward: float | None  # None: it was not scored
     step: int | None = None
 
     @property
@@ -44,6 +45,8 @@ class RecordedSample:
 
 def find_sample(run_dir: Path, rollout_id: str) -> RecordedSample:
     """Raises `NotRecorded` saying what the run still has."""
+    if (run_dir / RECORDING_FILE).is_file() and (found := _in_recording(run_dir, rollout_id)):
+        return found
     path = run_dir / BOOKS_FILE
     if not path.is_file():
         raise NotRecorded(f"{run_dir} is no run: it has no {BOOKS_FILE}")
@@ -67,6 +70,32 @@ def find_sample(run_dir: Path, rollout_id: str) -> RecordedSample:
         books.close()
     held = f"samples of steps {steps[0]} to {steps[-1]}" if steps else "no samples"
     raise NotRecorded(f"{rollout_id} is not recorded in {run_dir}, which holds {held}")
+
+
+def _in_recording(run_dir: Path, rollout_id: str) -> RecordedSample | None:
+    recording = Recording.of_run(run_dir)
+    try:
+        scored = recording.group(rollout_id.rpartition(".")[0])
+    except RecordingUnreadable:
+        return None
+    finally:
+        recording.close()
+    prompt = scored.group.prompt
+    for rollout, outcome in zip(scored.group.rollouts, scored.outcomes, strict=True):
+        if rollout.rollout_id == rollout_id and len(rollout.response_token_ids):
+            return RecordedSample(
+                rollout_id=rollout_id,
+                token_ids=[
+                    *map(int, prompt.prompt_token_ids),
+                    *map(int, rollout.response_token_ids),
+                ],
+                num_prompt_tokens=len(prompt.prompt_token_ids),
+                logprobs=[float(value) for value in rollout.logprobs],
+                spans=rollout.version_spans,
+                temperature=prompt.sampling.temperature,
+                reward=outcome.value if outcome.kind == "score" else None,
+            )
+    return None
 
 
 def version_folders(run_dir: Path, versions: list[int]) -> dict[int, Path]:

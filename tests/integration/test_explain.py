@@ -13,11 +13,22 @@ from services.rollout.engine.embedded import EmbeddedEngine
 from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.engine.weights import build_version
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.recording import RECORDING_FILE, Recording
 from shared.job import Job
-from shared.messages import SamplingParams, TrainingBatch, TrainingSample, VersionSpan
+from shared.messages import (
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    ScoredGroup,
+    TrainingBatch,
+    TrainingSample,
+    Unparseable,
+    VersionSpan,
+)
 from tests.integration.rollout_world import (
     canonical_weights,
     job_document,
+    make_prompt,
     write_checkpoint,
     write_version,
 )
@@ -97,6 +108,39 @@ async def test_log_probabilities_of_two_versions_come_out_again(runs: Path) -> N
     assert code == 0
     assert "20 tokens of version 0, 1, trained in step 1" in out
     assert "the same log-probabilities" in out
+
+
+async def test_recorded_group_that_no_step_trained_is_found(runs: Path) -> None:
+    batch = recorded_batch(runs)
+    sample = batch.samples[0]
+    num = sample.num_prompt_tokens
+    prompt = make_prompt(7, prompt_token_ids=sample.token_ids[:num], num_samples=1).model_copy(
+        update={"sampling": SamplingParams(temperature=TEMPERATURE, max_response_tokens=20)}
+    )
+    rollout = Rollout(
+        rollout_id=f"{prompt.group_id}.0",
+        response_token_ids=sample.token_ids[num:],
+        logprobs=sample.sampler_logprobs,
+        version_spans=sample.spans,
+        finish_reason="length",
+        text="",
+    )
+    group = RolloutGroup(
+        prompt=prompt, replica="r", rollouts=[rollout], sampled_at_s=0.0, sampling_s=0.0
+    )
+    recording = Recording(runs / JOB_ID / RECORDING_FILE)
+    recording.keep_group(ScoredGroup(group=group, outcomes=[Unparseable()], grading_s=0.0))
+    recording.close()
+    code, out, err = await explain(rollout.rollout_id, runs)
+    assert (code, err) == (0, "")
+    assert "recorded, reward None" in out
+
+
+def recorded_batch(runs: Path) -> TrainingBatch:
+    books = Books(runs / JOB_ID / BOOKS_FILE)
+    body = books.redo_body(1)
+    books.close()
+    return TrainingBatch.unpack(body)
 
 
 async def test_what_is_gone_is_named(runs: Path) -> None:
