@@ -26,7 +26,7 @@ CHANGES = [
 ]
 TIMED = {"seconds", "step_seconds", "tokens_per_s"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 async def test_two_runs_and_a_replay_are_equal_to_the_bit(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ async def test_two_runs_and_a_replay_are_equal_to_the_bit(tmp_path: Path) -> Non
     document = read_job(ROOT / "configs" / "demo.toml", CHANGES)
     document.pop("eval")
     async with (
-        asyncio.timeout(280),
+        asyncio.timeout(570),
         running(programs, log_dir=tmp_path / "logs"),
         TandemClient(ports.trainer_url, patience_s=60.0) as client,
     ):
