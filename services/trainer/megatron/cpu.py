@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 
@@ -41,6 +42,9 @@ def install() -> None:
     tensor: Any = torch.Tensor
     tensor.type = _typename(tensor.type)
     tensor.cuda = torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
+    # torch keeps a set of its factories for `with torch.device(...)`: filled now, it has the real
+    # ones, which ours call; filled later it would have ours, and miss every call.
+    _device_constructors()
     for name in ("zeros", "ones", "empty", "tensor"):
         setattr(torch, name, _redirected(getattr(torch, name)))
     _patch_megatron()
