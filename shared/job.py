@@ -105,7 +105,7 @@ class ActorSection(Section):
     `full`: also the activations that the sampler rounds (`rollout.quantise_activations`)."""
     mtp_loss_weight: float = Field(0.0, ge=0, le=1)
     """Above 0 the MTP blocks are trained, on the response tokens; the policy's gradient is the same
-    either way. Needs pipeline and context parallelism of 1."""
+    either way. Needs context parallelism of 1."""
     replay: ReplaySection = ReplaySection()
     """Which of the sampler's discrete choices are recorded there and made again here."""
     num_threads: int = Field(1, gt=0)

@@ -43,17 +43,18 @@ class World:
     name: str
     ranks: tuple[int, ...]
     parallel: dict[str, int] = field(default_factory=dict)
+    mtp: float = 0.3
     resumes: str | None = None
 
 
 PAIR, OTHERS, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
 ROUNDS = (
-    (World("one", (0,)), World("tp2", (1, 2), {"tensor": 2})),
+    (World("one", (0,)), World("plain", (3,), mtp=0.0), World("tp2", (1, 2), {"tensor": 2})),
     (
         World("pp2", PAIR, {"pipeline": 2, "last_stage_layers": 2}),
         World("ep2", OTHERS, {"expert": 2}),
     ),
-    (World("dp2", PAIR), World("cp2", OTHERS, {"context": 2})),
+    (World("dp2", PAIR), World("cp2", OTHERS, {"context": 2}, mtp=0.0)),
     (
         World("etp2", PAIR, {"expert_tensor": 2}),
         World("tp2ep2", OTHERS, {"tensor": 2, "expert": 2}),
@@ -90,6 +91,7 @@ def job(release: Path, world: World) -> Job:
                 "dtype": "float32",
                 "max_tokens_per_gpu": 192,
                 "parallel": world.parallel,
+                "mtp_loss_weight": world.mtp,
                 "optimizer": {
                     "learning_rate": 1e-3,
                     "weight_decay": 0.1,

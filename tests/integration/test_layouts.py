@@ -31,12 +31,15 @@ ARCHITECTURE = replace(
     SMALL,
     vocab_size=VOCABULARY,
     sliding_window=8,
-    compress_ratios=(0, 4, 8, 4, 8),
+    num_nextn_predict_layers=1,
+    compress_ratios=(0, 4, 8, 4, 8, 0),
     index_topk=3,
     swiglu_limit=10.0,
 )
-"""Three of five layers are hash routed, so that each cut has one behind it."""
-NAMES = [world.name for worlds in ROUNDS for world in worlds if world.name != "one"]
+"""Three of five layers are hash routed, so that each cut has one behind it; an MTP block, trained
+wherever it can be, reads the embedding from the last stage."""
+WORLDS = {world.name: world for worlds in ROUNDS for world in worlds}
+NAMES = [name for name in WORLDS if name not in ("one", "plain")]
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +66,20 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layout_trains_as_one_rank_does(out: Path, name: str) -> None:
-    one, other = found(out, "one"), found(out, name)
+    alone = "one" if WORLDS[name].mtp else "plain"
+    one, other = found(out, alone), found(out, name)
     steps = other["metrics"]
     for expected, metrics in zip(one["metrics"][-len(steps) :], steps, strict=True):
         for key in ("loss", "grad_norm", "entropy", "delta_logprob_mean", "tis_weight_mean"):
             assert metrics[key] == pytest.approx(expected[key], rel=10 * LOSS, abs=LOSS), key
         assert metrics["response_tokens"] == expected["response_tokens"]
+        mtp_loss = expected.get("mtp_loss", 0.0)
+        assert metrics.get("mtp_loss", 0.0) == pytest.approx(mtp_loss, rel=1e-5)
     for expected_row, row in zip(one["scores"], other["scores"], strict=True):
         assert row == pytest.approx(expected_row, abs=SCORES)
     states = ("step3",) if "after" in name else ("step1", "step3")
     for state in states:
-        assert_same_state(tensors(out / "one" / state), tensors(out / name / state))
+        assert_same_state(tensors(out / alone / state), tensors(out / name / state))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "after" not in name])

@@ -307,6 +307,7 @@ class Actor:
             max_tokens=self.job.sampling.max_response_tokens,
         )
         with clock("forward_backward"), self._rounding():
+            self.model.share_embedding()
             self.wrapped.zero_grad_buffer()
             self.optimizer.zero_grad()
             loss, record = schedule.forward_backward(

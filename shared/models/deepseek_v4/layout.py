@@ -55,11 +55,11 @@ def _check_mtp(job: Job, arch: Architecture) -> None:
             f"actor.mtp_loss_weight {weight:g}: the model has no MTP block "
             f"(num_nextn_predict_layers is 0)"
         )
-    for field, size in (("pipeline", layout.pipeline), ("context", layout.context)):
-        if weight and size > 1:
-            raise ValueError(
-                f"actor.mtp_loss_weight {weight:g} needs actor.parallel.{field} 1, not {size}"
-            )
+    if weight and layout.context > 1:
+        raise ValueError(
+            f"actor.mtp_loss_weight {weight:g} needs actor.parallel.context 1, not "
+            f"{layout.context}: an MTP block reads the next rank's first tokens"
+        )
 
 
 def _check_rows(job: Job, arch: Architecture) -> None:

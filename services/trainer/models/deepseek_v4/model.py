@@ -9,11 +9,17 @@ padding changes nothing. Parameter names are the release's (`weights.py` has the
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.enums import ModelType
-from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from services.trainer.megatron import cpu
 from services.trainer.models.deepseek_v4.block import Block, BlockInput, Recompute
@@ -66,6 +72,11 @@ class DeepSeekV4(MegatronModule):
             if not train_mtp:
                 freeze(self.mtp)
         self.train_mtp = train_mtp and self.post_process
+        self.shares_embedding = train_mtp and self.pre_process != self.post_process
+        if self.shares_embedding and self.post_process:
+            rows = architecture.vocab_size // config.tensor_model_parallel_size
+            copy = torch.zeros(rows, architecture.hidden_size, dtype=config.params_dtype)
+            self.register_buffer("embedding_copy", copy, persistent=False)
         routed = [*blocks.values(), *(self.mtp.values() if self.train_mtp else ())]
         for block in routed:
             block.ffn.gate.weight.requires_grad_(not freeze_router)
@@ -76,6 +87,18 @@ class DeepSeekV4(MegatronModule):
         for block in list(self.layers.values())[:num_blocks]:
             assert isinstance(block, Block)
             block.recompute = mode
+
+    @torch.no_grad()
+    def share_embedding(self) -> None:
+        """Give the last stage, whose MTP blocks read it, the embedding as the first has it now.
+
+        Collective among both, wherever MTP blocks are trained behind other stages.
+        """
+        if not self.shares_embedding:
+            return
+        group = parallel_state.get_embedding_group()
+        weight = self.embed.weight.detach() if self.pre_process else self.embedding_copy
+        dist.broadcast(weight, dist.get_process_group_ranks(group)[0], group=group)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """The streams that the previous pipeline stage sent, `[T, N · D]` in any shape."""
@@ -160,8 +183,16 @@ class DeepSeekV4(MegatronModule):
     ) -> Tensor:
         given = BlockInput(next_ids, Routes(), quant)
         with torch.no_grad():
-            next_TD: Tensor = self.embed(given.flat_ids)
+            next_TD = self._embedded(given.flat_ids)
         return self._mtp_block(depth).streams(h_TND, next_TD, given)
+
+    def _embedded(self, ids_T: Tensor) -> Tensor:
+        if self.pre_process:
+            return self.embed(ids_T)
+        rows = ids_T - parallel_state.get_tensor_model_parallel_rank() * len(self.embedding_copy)
+        inside = (rows >= 0) & (rows < len(self.embedding_copy))
+        found = embedding(rows.where(inside, 0), self.embedding_copy) * inside.unsqueeze(-1)
+        return reduce_from_tensor_model_parallel_region(found)
 
     def _mtp_block(self, depth: int) -> MtpBlock:
         block = self.mtp[str(depth)]
