@@ -362,13 +362,6 @@ class Job(Section):
                 "sampling.samples_per_prompt 1 gives groups without a difference: it needs "
                 "algorithm.baseline 'batch_mean' or 'none' and sampling.dynamic = false"
             )
-        whole = algorithm.policy_loss == "sequence_ratio" or algorithm.correction.is_of_responses
-        if whole and self.actor.parallel.context > 1:
-            raise ValueError(
-                f"actor.parallel.context {self.actor.parallel.context} splits responses over ranks:"
-                " policy_loss 'sequence_ratio', correction.level 'sequence' or 'geometric' and "
-                "correction.veto need them whole, use 1"
-            )
         return self
 
     @model_validator(mode="after")

@@ -65,11 +65,6 @@ class CorrectionSection(Section):
             raise ValueError("veto does nothing with kind 'none'")
         return self
 
-    @property
-    def is_of_responses(self) -> bool:
-        """Whether a token's weight depends on the others of its response."""
-        return self.kind != "none" and (self.level != "token" or self.veto is not None)
-
 
 class KlSection(Section):
     """The distance to the frozen reference policy: the actor's first weights."""
