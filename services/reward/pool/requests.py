@@ -78,8 +78,8 @@ class WaitingLine:
         self._requests.append(request)
 
     def hand_back(self, tasks: Iterable[Task]) -> None:
-        """Put tasks before all others: they have waited once."""
-        for task in reversed(list(tasks)):
+        """Put tasks before all others: they have waited once. Those of a request given up go."""
+        for task in reversed([one for one in tasks if not one.request.done.done()]):
             if task.request not in self._requests:
                 self._requests.appendleft(task.request)
             task.request.waiting.appendleft(task)
