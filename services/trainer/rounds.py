@@ -6,9 +6,9 @@ first server ──opens a round──> others join for a moment ──> ranks a
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -46,25 +46,33 @@ class Rounds:
 
     async def join(self, version: int, server: str, *, num_owners: int) -> GroupTransfer:
         """The server's part in the round that is open for `version`, or opens with it."""
-        is_first = version not in self._open
-        found = self._open.setdefault(version, _Round())
+        if version not in self._open:
+            self._open[version] = _Round()
+            # A task of its own: a server that goes away while it waits must not keep the others.
+            self._start(self._gather(version, num_owners), f"gather {version}")
+        found = self._open[version]
         place = len(found.servers)
         found.servers.append(server)
-        if is_first:
-            await asyncio.sleep(GATHER_S)
-            del self._open[version]
-            found.port = free_port()
-            owners = [self._transfer(found, rank, num_owners) for rank in range(num_owners)]
-            task = asyncio.create_task(self._run(version, owners), name=f"send {version}")
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            found.closed.set()
         await found.closed.wait()
         return self._transfer(found, num_owners + place, num_owners)
 
     async def close(self) -> None:
         for task in list(self._running):
             await end(task)
+
+    async def _gather(self, version: int, num_owners: int) -> None:
+        """Let servers join for a while, then have the owners meet them."""
+        await asyncio.sleep(GATHER_S)
+        found = self._open.pop(version)
+        found.port = free_port()
+        owners = [self._transfer(found, rank, num_owners) for rank in range(num_owners)]
+        self._start(self._run(version, owners), f"send {version}")
+        found.closed.set()
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
 
     async def _run(self, version: int, owners: Sequence[GroupTransfer]) -> None:
         try:

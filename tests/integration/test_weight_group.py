@@ -18,6 +18,7 @@ from services.rollout.engine.weights import receive_version
 from services.trainer.rounds import Rounds
 from shared.errors import ConfigInvalid, DeadlineExceeded, RemoteError, TandemError, WeightsCorrupt
 from shared.process import free_port
+from shared.tasks import end
 from shared.weights.group import check_bytes, check_settings, receive_shards, send_shards
 from shared.weights.manifest import Manifest, ShardEntry, shard_file
 from shared.weights.protocol import GroupTransfer, UpdateStatus
@@ -222,3 +223,23 @@ async def test_ranks_that_do_not_come_cost_the_deadline_and_the_shards_are_pulle
     total = world.manifest(0).num_bytes
     assert [one.pulled_bytes for one in found] == [total, total]
     await rounds.close()
+
+
+async def test_a_server_that_goes_while_a_round_gathers_does_not_keep_the_others() -> None:
+    sent: list[Sequence[GroupTransfer]] = []
+
+    async def send(version: int, owners: Sequence[GroupTransfer]) -> str:
+        sent.append(owners)
+        return ""
+
+    rounds = Rounds(send, backend="gloo", host="127.0.0.1", deadline_s=1.0)
+    joining = [asyncio.create_task(rounds.join(7, name, num_owners=1)) for name in ("a", "b")]
+    await asyncio.sleep(0)
+    await end(joining[0])
+    async with asyncio.timeout(5.0):
+        found = await joining[1]
+        later = await rounds.join(7, "c", num_owners=1)
+    assert (found.members, found.rank) == (["rank 0", "a", "b"], 2)
+    assert later.members == ["rank 0", "c"]
+    await rounds.close()
+    assert [len(owners) for owners in sent] == [1, 1]
