@@ -7,6 +7,7 @@ no connection was made.
 
 import http.client
 import ssl
+import threading
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -154,11 +155,13 @@ def download(
     offset: int = 0,
     timeout_s: float = 30.0,
     token: str | None = None,
+    stopped: threading.Event | None = None,
 ) -> Downloaded:
     """Fetch a file of `expected_bytes` into `target` and hash it on the way (blocking).
 
     `offset` resumes: bytes before it are in `target` already. `timeout_s` bounds each wait for the
-    server. Raises `HttpFailed`, also when the server sends fewer or more bytes than expected.
+    server. Raises `HttpFailed`, also when the server sends fewer or more bytes than expected. Once
+    `stopped` is set nothing is written to a file any more: it may be another download's by then.
     """
     if not 0 <= offset < expected_bytes:
         raise ValueError(f"offset {offset} outside of the {expected_bytes} bytes of {url}")
@@ -170,7 +173,7 @@ def download(
             body = f"{length} bytes offered, {expected_bytes - offset} expected"
             raise HttpFailed("GET", url, answer.status, body)
         if isinstance(target, Path):
-            return _into_file(answer, url, target, expected_bytes, offset)
+            return _into_file(answer, url, target, expected_bytes, offset, stopped)
         return _into_memory(answer, url, memoryview(target).cast("B"), expected_bytes, offset)
     except (OSError, http.client.HTTPException) as err:
         raise HttpFailed("GET", url, None, f"{type(err).__name__}: {err}") from err
@@ -226,7 +229,12 @@ def _into_memory(
 
 
 def _into_file(
-    answer: http.client.HTTPResponse, url: str, path: Path, expected: int, offset: int
+    answer: http.client.HTTPResponse,
+    url: str,
+    path: Path,
+    expected: int,
+    offset: int,
+    stopped: threading.Event | None,
 ) -> Downloaded:
     digest = xxhash.xxh3_128()
     chunk = memoryview(bytearray(_CHUNK_BYTES))
@@ -239,6 +247,8 @@ def _into_file(
             count = answer.readinto(chunk[: min(_CHUNK_BYTES, expected - at)])
             if count == 0:
                 raise HttpFailed("GET", url, answer.status, f"ended at byte {at} of {expected}")
+            if stopped is not None and stopped.is_set():
+                raise HttpFailed("GET", url, answer.status, f"given up at byte {at} of {expected}")
             digest.update(chunk[:count])
             file.write(chunk[:count])
             at += count

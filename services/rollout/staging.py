@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 import xxhash
 
-from shared.errors import HttpFailed, WeightsCorrupt
+from shared.errors import HttpFailed, TandemError, WeightsCorrupt
 from shared.http import download
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.names import tensor_specs
@@ -44,6 +44,10 @@ class Progress:
     rebuilt_shards: int = 0
     ready: set[tuple[Kind, int]] = field(default_factory=set)
     stopped: threading.Event = field(default_factory=threading.Event)
+
+
+class StagingStopped(TandemError):
+    """Nobody wants these bytes any more."""
 
 
 class Stager:
@@ -95,6 +99,7 @@ class Stager:
             file.unlink(missing_ok=True)
             log.warning("delta_refused", shard=shard.index, error=str(err))
             return False
+        self._check_wanted()
         scratch = target.with_suffix(".tmp")
         rebuilt.tofile(scratch)
         scratch.rename(target)
@@ -109,9 +114,11 @@ class Stager:
         """A file from the first source that has it right. One that failed is asked last."""
         failures: list[str] = []
         for source in self._sources(shard) * _ATTEMPTS:
+            self._check_wanted()
             url = f"{source.rstrip('/')}/v1/weights/{self._request.version}/{kind}/{shard.index}"
             try:
                 found = self._fetch(url, target, num_bytes)
+                self._check_wanted()
                 if found != checksum:
                     raise _wrong_bytes(kind, url, target, shard, self._manifest)
             except (HttpFailed, WeightsCorrupt) as err:
@@ -140,7 +147,12 @@ class Stager:
                 return _file_checksum(target)
             try:
                 found = download(
-                    url, target, expected_bytes=num_bytes, offset=offset, timeout_s=SILENCE_S
+                    url,
+                    target,
+                    expected_bytes=num_bytes,
+                    offset=offset,
+                    timeout_s=SILENCE_S,
+                    stopped=self.progress.stopped,
                 )
             except HttpFailed as err:
                 self._count(target, offset)
@@ -150,6 +162,11 @@ class Stager:
             else:
                 self._count(target, offset)
                 return found.xxh3_128
+
+    def _check_wanted(self) -> None:
+        """A thread outlives its update while a source is slow; the files may be the next one's."""
+        if self.progress.stopped.is_set():
+            raise StagingStopped(f"version {self._request.version} is not staged any more")
 
     def _count(self, target: Path, offset: int) -> None:
         if target.exists():

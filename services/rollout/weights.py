@@ -22,7 +22,7 @@ import structlog
 from prometheus_client import Histogram
 
 from services.rollout.engine.engine import Engine
-from services.rollout.staging import Stager, check_tensors
+from services.rollout.staging import Stager, StagingStopped, check_tensors
 from shared.errors import DeadlineExceeded, HttpFailed, RemoteError, TandemError, WeightsCorrupt
 from shared.tasks import end
 from shared.telemetry import counter, gauge, histogram
@@ -125,6 +125,7 @@ class Updates:
                     f"version {request.version} cannot begin: version {current.version} is "
                     f"{current.state}"
                 )
+            current.stager.progress.stopped.set()
             self._close(current, "aborted", f"nobody asked for {self._deadline_s:g} s")
         folder = self._path(request.version)
         base = None if active is None else StoredVersion.open(self._path(active))
@@ -272,7 +273,11 @@ class Updates:
             if update.request.group is not None:
                 await self._receive(update, update.request.group)
             await asyncio.to_thread(update.stager.bring_all)
+            if update.state != "staging":
+                return  # it was given up meanwhile
             (update.folder / MANIFEST_FILE).write_text(manifest.model_dump_json())
+        except StagingStopped:
+            return  # whoever gave it up has said so
         except (WeightsCorrupt, HttpFailed, OSError) as err:
             self._close(update, "failed", str(err))
             return

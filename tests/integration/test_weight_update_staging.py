@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from services.rollout.engine.engine import Engine
+from services.rollout.staging import Stager, StagingStopped
 from services.rollout.weights import CommitFailed, UpdateConflict, Updates, UpdateUnknown
 from shared.errors import RemoteError
 from shared.weights.manifest import Manifest, TensorEntry, shard_file
@@ -224,6 +225,54 @@ async def test_abort_while_staging_frees_the_server(updates: Updates, trainer: T
     begin(updates, trainer, 2)
     assert (await outcome(updates, 2)).state == "staged"
     assert (await updates.abort(2)).state == "aborted"
+
+
+async def test_what_an_aborted_update_still_gets_is_not_written_over_the_next_one(
+    trainer: Trainer, published: dict[int, Path], tmp_path: Path
+) -> None:
+    """A slow source that lies goes on sending after its update was given up and begun again."""
+    lies, go_on, sent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        size = trainer.manifest(1).shards[0].num_bytes
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n".encode())
+        await writer.drain()
+        lies.set()
+        await go_on.wait()
+        writer.write(b"?" * size)
+        await writer.drain()
+        await reader.read()  # until the client hangs up
+        writer.close()
+        sent.set()
+
+    whole = trainer.manifest(1)
+    tensors = [one for one in whole.tensors if one.shard == 0]
+    manifest = Manifest.model_validate(
+        whole.model_dump() | {"shards": whole.shards[:1], "tensors": tensors}
+    )
+    slow = await asyncio.start_server(answer, "127.0.0.1", 0)
+    liar = f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
+    folder = tmp_path / "staged"
+    folder.mkdir()
+
+    def stager(source: str) -> Stager:
+        begin = BeginUpdate(job_id=JOB_ID, version=1, manifest=manifest, sources=[source])
+        return Stager(begin, folder, None)
+
+    first = stager(liar)
+    pulling = asyncio.create_task(asyncio.to_thread(first.bring_all))
+    await asyncio.wait_for(lies.wait(), 5.0)
+    first.progress.stopped.set()
+    await asyncio.to_thread(stager(trainer.url).bring_all)
+    go_on.set()
+    with pytest.raises(StagingStopped, match="version 1"):
+        await asyncio.wait_for(pulling, 10.0)
+    await asyncio.wait_for(sent.wait(), 5.0)
+    staged = await asyncio.to_thread((folder / shard_file(0)).read_bytes)
+    assert staged == await asyncio.to_thread((published[1] / shard_file(0)).read_bytes)
+    slow.close()
+    await slow.wait_closed()
 
 
 async def test_a_trainer_that_never_commits_does_not_block_the_next(
