@@ -12,7 +12,7 @@ from torch import Tensor
 from services.rollout.engine.embedded import EmbeddedEngine
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
 from services.rollout.engine.weights import build_version
-from services.rollout.models.deepseek_v4_weights import derive
+from services.rollout.models.deepseek_v4_weights import Derived, derive
 from shared.errors import WeightsCorrupt
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
@@ -210,6 +210,51 @@ def test_a_wrong_rebuild_is_refused_by_the_checksum_without_a_probe(
     assert named in str(refused.value)
     assert engine.policy_version == 0
     assert all(np.array_equal(a, b) for a, b in zip(before, logprobs(engine), strict=True))
+
+
+def _stale_ring_half(derived: Derived, old: Derived) -> str:
+    block, before = derived.blocks[1].compressor, old.blocks[1].compressor
+    assert block is not None
+    assert before is not None
+    half = len(block.ape) // 2
+    block.ape[half:] = before.ape[half:]
+    return "layers.1.attn.compressor.ape"
+
+
+def _bias_under_keys(derived: Derived, old: Derived) -> str:
+    block = derived.blocks[2].compressor
+    assert block is not None
+    block.ape[:, 0] += 1
+    return "layers.2.attn.compressor.ape"
+
+
+def _stale_repeated_scale(derived: Derived, old: Derived) -> str:
+    derived.blocks[3].ffn_mix.scale[-1] = old.blocks[3].ffn_mix.scale[-1] + 1
+    return "layers.3.hc_ffn_scale"
+
+
+@pytest.mark.parametrize("fault", [_stale_ring_half, _bias_under_keys, _stale_repeated_scale])
+def test_a_stale_copy_beside_a_right_one_is_refused_without_a_probe(
+    engine: EmbeddedEngine,
+    publisher: Publisher,
+    weights: dict[str, dict[str, Tensor]],
+    fault,
+) -> None:
+    """Where values lie several times, the checksum takes them from one place alone."""
+    publisher.activate(engine, weights["A"])
+    old, named = derive(ARCH, weights["A"]), ""
+
+    def build(arch: Architecture, canonical: Mapping[str, Tensor]) -> Derived:
+        nonlocal named
+        derived = derive(arch, canonical)
+        named = fault(derived, old)
+        return derived
+
+    engine._build = build
+    with pytest.raises(WeightsCorrupt, match="copies in the derived state are not alike") as found:
+        publisher.activate(engine, weights["B"])
+    assert str(found.value).startswith(named)
+    assert engine.policy_version == 0
 
 
 def test_bad_tensors_are_named_and_the_old_version_serves(

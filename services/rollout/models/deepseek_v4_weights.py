@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from shared.errors import WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import dequantise_tensor
 from shared.models.deepseek_v4.names import weight_shapes
@@ -124,13 +125,14 @@ def derive(
 def effective(arch: Architecture, derived: Derived) -> Iterator[tuple[str, Tensor]]:
     """Take derived state apart: (release name, FP32 or int64 values) sorted by name.
 
-    MTP blocks are not sampled with, so they have no derived state and do not appear.
+    WeightsCorrupt names a tensor that lies in several copies which are not alike. MTP blocks are
+    not sampled with, so they have no derived state and do not appear.
     """
     owners = {f"layers.{i}.": (i, block) for i, block in enumerate(derived.blocks)}
     parts: dict[str, Tensor] = {}
     for prefix, (layer, block) in owners.items():
         parts |= {prefix + tail: value for tail, value in _block_parts(arch, layer, block)}
-    parts |= {f"hc_head_{k}": v for k, v in _mix_parts(derived.head_mix, [arch.hc_mult]).items()}
+    parts |= _mix_parts("hc_head_", derived.head_mix, [arch.hc_mult])
     parts |= {
         "embed.weight": derived.embed,
         "norm.weight": derived.norm,
@@ -195,7 +197,7 @@ def _block(arch: Architecture, layer: int, value: Read) -> Block:
 def _block_parts(arch: Architecture, layer: int, block: Block) -> Iterator[tuple[str, Tensor]]:
     sizes = [arch.hc_mult, arch.hc_mult, arch.hc_mult**2]
     for stem, mix in (("hc_attn_", block.attn_mix), ("hc_ffn_", block.ffn_mix)):
-        yield from ((stem + key, value) for key, value in _mix_parts(mix, sizes).items())
+        yield from _mix_parts(stem, mix, sizes, owner=f"layers.{layer}.").items()
     yield "attn_norm.weight", block.attn_norm
     yield "ffn_norm.weight", block.ffn_norm
     yield "attn.q_norm.weight", block.q_norm
@@ -230,9 +232,18 @@ def _mix(value: Read, stem: str, sizes: list[int]) -> Mix:
     return Mix(value(stem + "fn"), scale[:, None].contiguous(), value(stem + "base")[:, None])
 
 
-def _mix_parts(mix: Mix, sizes: list[int]) -> dict[str, Tensor]:
+def _mix_parts(stem: str, mix: Mix, sizes: list[int], *, owner: str = "") -> dict[str, Tensor]:
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return {"fn": mix.fn, "base": mix.base[:, 0], "scale": mix.scale[firsts, 0]}
+    scale = mix.scale[firsts, 0]
+    repeats = torch.tensor(sizes, device=scale.device)
+    _check_copies(f"{owner}{stem}scale", mix.scale[:, 0], scale.repeat_interleave(repeats))
+    return {f"{stem}fn": mix.fn, f"{stem}base": mix.base[:, 0], f"{stem}scale": scale}
+
+
+def _check_copies(name: str, found: Tensor, expected: Tensor) -> None:
+    """A kernel may read any of the copies, so one that is stale must not pass."""
+    if not torch.equal(found, expected):
+        raise WeightsCorrupt(f"{name}: its copies in the derived state are not alike")
 
 
 def _qkv_fusion(arch: Architecture) -> Fusion:
@@ -296,12 +307,16 @@ def _compressor_parts(
     yield "attn.compressor.norm.weight", compressor.norm
     if compressor.index_norm is not None:
         yield "attn.indexer.compressor.norm.weight", compressor.index_norm
-    ape = compressor.ape[: arch.compress_ratios[layer]]
+    ratio = arch.compress_ratios[layer]
+    ape, name = compressor.ape[:ratio], f"layers.{layer}.attn.compressor.ape"
+    _check_copies(name, compressor.ape, ape.repeat(ring_rows(arch, layer) // ratio, 1))
     halves: dict[str, list[Tensor]] = {}
     for segment, columns in zip(fusion, _spans(fusion, ape.shape[1]), strict=False):
         owner, _, what = segment.name.removesuffix(".weight").rpartition(".")
         if what == "wgate":
             halves.setdefault(f"{owner}.ape", []).append(ape[:, columns])
+        else:  # nothing is added to keys
+            _check_copies(name, ape[:, columns], torch.zeros_like(ape[:, columns]))
     for name, parts in halves.items():
         yield name, torch.cat(parts, dim=1)
 
