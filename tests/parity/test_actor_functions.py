@@ -166,6 +166,8 @@ def test_sqrt_softplus_has_finite_gradients_where_it_underflows() -> None:
     assert logits.grad is not None
     assert torch.isfinite(scores).all()
     assert torch.isfinite(logits.grad).all()
+    assert torch.equal(scores[:2], torch.nn.functional.softplus(logits[:2]).sqrt())
+    assert scores[0] == 0
     torch.testing.assert_close(
         scores[2:], torch.tensor([2.0**0.5 * 0.5887, 500.0**0.5]), rtol=1e-4, atol=0
     )

@@ -27,6 +27,7 @@ from tests.parity.engines import (
     sampler_logits,
     stored,
     stored_values,
+    twin,
 )
 from tests.tiny_deepseek_v4 import ALIGNED, SMALL, random_tokens, random_weights
 
@@ -60,6 +61,22 @@ def test_decoding_from_the_first_token_equals_transformers(model: str) -> None:
     length = 140  # past a block of 128
     tokens, theirs = known.tokens[:, :length], known.logits[:, :length]
     ours = sampler_logits(known.arch, known.weights, tokens, chunks=(1,) * length)
+    assert departure(ours, theirs) <= BOUND
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scores_that_underflow_equal_transformers(engine: str) -> None:
+    """A hash layer's table may name experts that all score 0: then the token goes to none."""
+    weights = random_weights(SMALL, seed=3)
+    weights |= {n: 1000 * w for n, w in weights.items() if n.endswith("ffn.gate.weight")}
+    tokens = random_tokens(SMALL, rows=1, length=64)
+    states: dict[str, Tensor] = {}
+    reference_logits(SMALL, weights, tokens, states=states)
+    assert (states["layers.0.router"].sum(-1) == 0).any()
+    with torch.no_grad():
+        theirs = twin(SMALL, weights)(tokens).logits
+    ours = ENGINES[engine](SMALL, weights, tokens)
     assert departure(ours, theirs) <= BOUND
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 

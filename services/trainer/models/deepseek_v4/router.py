@@ -57,5 +57,11 @@ class Router(nn.Module):
 
 
 def sqrt_softplus(logits: Tensor) -> Tensor:
-    """`sqrt(log(1 + e^x))`, with a finite gradient where e^x underflows."""
-    return softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+    """`sqrt(log(1 + e^x))`, 0 where e^x underflows; there its gradient is 0 instead of infinite.
+
+    A floor under the value would spread a token evenly whose experts all score 0: other
+    implementations send it to none.
+    """
+    value = softplus(logits)
+    smallest = torch.finfo(logits.dtype).tiny
+    return torch.where(value < smallest, value.detach().sqrt(), value.clamp_min(smallest).sqrt())
