@@ -4,9 +4,10 @@ A mutation changes the weights or the architecture that one side reads, or one f
 as long as `planted` is open; the other side stays right. `at` is what the layer walk has to say.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional
 from services.rollout.models import deepseek_v4 as sampler_model
 from services.rollout.models import deepseek_v4_cache as sampler_cache
 from services.trainer.models.deepseek_v4 import attention as actor_attention
+from services.trainer.models.deepseek_v4.compressor import Compressor
 from services.trainer.models.deepseek_v4.experts import RoutedExperts
 from services.trainer.models.deepseek_v4.hyper_connections import HyperConnection
 from shared.models.deepseek_v4 import reference
@@ -44,6 +46,8 @@ Plant = Callable[[Planted], None]
 class Mutation:
     at: str
     plants: dict[Side, Plant]
+    margin: float = 10
+    """Times the suite's bound that a check must see: a mistake is not to be seen by luck."""
 
     @contextmanager
     def planted(self, side: Side, known: Case) -> Iterator[tuple[Architecture, Weights]]:
@@ -171,6 +175,81 @@ def _entries_visible_late() -> Mutation:
     )
 
 
+class _YarnInWindows(Architecture):
+    """Layers that compress nothing turn their pairs as the others do, by their own θ."""
+
+    def rope_frequencies(self, layer: int) -> tuple[float, ...]:
+        if self.compress_ratios[layer] == 0:
+            ratios = tuple(ratio or 4 for ratio in self.compress_ratios)
+            bent = replace(self, compress_ratios=ratios, compress_rope_theta=self.rope_theta)
+            return Architecture.rope_frequencies(bent, layer)
+        return Architecture.rope_frequencies(self, layer)
+
+
+def _yarn_in_windows(wrong: Planted) -> None:
+    own = {field.name: getattr(wrong.arch, field.name) for field in fields(Architecture)}
+    wrong.arch = _YarnInWindows(**own)
+
+
+def _magnitude_factor() -> Mutation:
+    """Keys are values too, so what other models fold into both goes into the queries here."""
+    assert SMALL.rope_scaling is not None
+    factor = 0.1 * math.log(SMALL.rope_scaling.factor) + 1
+
+    def of_any(attend: Callable) -> Callable:
+        return lambda q, *others, **named: attend(q * factor, *others, **named)
+
+    return Mutation(
+        "layer 0 · attention core",
+        {
+            "reference": function_changed(reference, "attend", of_any),
+            "actor": function_changed(actor_attention, "attend", of_any),
+            "sampler": function_changed(sampler_model, "_attend", of_any),
+        },
+    )
+
+
+def _entries_turned_by_index() -> Mutation:
+    """Entry w stands at position w instead of that of its block's first token."""
+
+    def of_reference(compress: Callable) -> Callable:
+        def wrong(part: Any, *others: Any) -> Tensor:
+            right, ratio = reference.rotations, part.arch.compress_ratios[part.layer]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    reference,
+                    "rotations",
+                    lambda arch, layer, at, dtype: right(arch, layer, at // ratio, dtype),
+                )
+                return compress(part, *others)
+
+        return wrong
+
+    def of_actor(forward: Callable) -> Callable:
+        def wrong(self: Any, x: Tensor, turns: Tensor) -> Tensor | None:
+            return forward(self, x, turns.repeat_interleave(self.ratio, 0)[: len(turns)])
+
+        return wrong
+
+    def of_sampler(emission: Callable) -> Callable:
+        def wrong(self: Any, ratio: int, slots: Any, blocks: Any, **named: Any) -> Any:
+            right = emission(self, ratio, slots, blocks, **named)
+            at = torch.zeros(len(right.turns), dtype=torch.int64)
+            at[: len(blocks)] = torch.from_numpy(blocks)
+            return replace(right, turns=self._turns[1][at, 0])
+
+        return wrong
+
+    return Mutation(
+        "layer 2 · compressor",
+        {
+            "reference": function_changed(reference, "compress", of_reference),
+            "actor": function_changed(Compressor, "forward", of_actor),
+            "sampler": function_changed(sampler_cache.Cache, "_emission", of_sampler),
+        },
+    )
+
+
 def swap_halves(ape: Tensor) -> Tensor:
     return torch.cat(ape.chunk(2, -1)[::-1], -1)
 
@@ -223,6 +302,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "no inverse RoPE": _no_inverse_rope(),
     "half-split RoPE": _half_split_rope(),
+    "YaRN in window layers": everywhere("layer 0 · query projection and RoPE", _yarn_in_windows),
     "YaRN off": everywhere("layer 2 · query projection and RoPE", arch_changed(rope_scaling=None)),
     "one θ, the small one": everywhere(
         "layer 2 · query projection and RoPE", arch_changed(compress_rope_theta=SMALL.rope_theta)
@@ -230,6 +310,7 @@ MUTATIONS: dict[str, Mutation] = {
     "one θ, the large one": everywhere(
         "layer 0 · query projection and RoPE", arch_changed(rope_theta=SMALL.compress_rope_theta)
     ),
+    "magnitude factor of YaRN": _magnitude_factor(),
     "window one too long": everywhere(
         "layer 0 · attention core", arch_changed(sliding_window=SMALL.sliding_window + 1)
     ),
@@ -248,6 +329,7 @@ MUTATIONS: dict[str, Mutation] = {
     "APE zero in the indexer": everywhere(
         "layer 2 · indexer", weights_changed("indexer.compressor.ape", torch.zeros_like)
     ),
+    "entries turned by their index": _entries_turned_by_index(),
     "entry visible one token late": _entries_visible_late(),
     "indexer off": everywhere("layer 2 · indexer", arch_changed(index_topk=10_000)),
     "tid2eid zero": everywhere("layer 0 · router", weights_changed("tid2eid", torch.zeros_like)),
@@ -262,3 +344,12 @@ MUTATIONS: dict[str, Mutation] = {
     ),
 }
 """On `SMALL`: layers 0 and 1 window, 2 and 4 C4, 3 C128; layers 0 to 2 hash routed."""
+
+FAINT: dict[str, Mutation] = {
+    "Sinkhorn 19": Mutation(
+        "layer 3 · mHC Sinkhorn before experts",  # where it had converged least
+        dict.fromkeys(SIDES, arch_changed(hc_sinkhorn_iters=19)),
+        margin=2,
+    )
+}
+"""Seen in FP32 alone: between engines that round they are below what a flipped code does."""

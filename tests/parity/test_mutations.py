@@ -35,7 +35,7 @@ from tests.parity.engines import (
     twin,
 )
 from tests.parity.format_mutations import FORMAT_MUTATIONS
-from tests.parity.mutations import MUTATIONS, SIDES, Side
+from tests.parity.mutations import FAINT, MUTATIONS, SIDES, Side
 from tests.parity.test_gradients import (
     SEEDS,
     actor_gradients,
@@ -45,7 +45,7 @@ from tests.parity.test_gradients import (
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-MARGIN = 10  # times the bound of the suite: a mistake is not to be seen by luck
+MARGIN = 10  # of gradients, times their bound
 Check = Callable[[Architecture, Weights, Tensor], Tensor]
 
 ENGINES = {"reference": reference_logits, "actor": actor_logits, "sampler": sampler_logits}
@@ -57,9 +57,10 @@ CHECKS: dict[Side, dict[str, Check]] = {
         "decoding": functools.partial(sampler_logits, chunks=CHUNKS),
     },
 }
+FORWARD = MUTATIONS | FAINT
 PLANTED = [
     pytest.param(name, side, id=f"{side}-{name}")
-    for name, mutation in MUTATIONS.items()
+    for name, mutation in FORWARD.items()
     for side in SIDES
     if side in mutation.plants
 ]
@@ -93,7 +94,7 @@ def test_checks_and_walk_pass_without_a_mistake(side: Side) -> None:
 def test_planted_mistake_is_caught_and_located(
     mistake: str, side: Side, findings: Findings
 ) -> None:
-    mutation, given = MUTATIONS[mistake], known()
+    mutation, given = FORWARD[mistake], known()
     right = right_states(side)
     states: States = {}
     with mutation.planted(side, given) as (arch, weights):
@@ -102,7 +103,7 @@ def test_planted_mistake_is_caught_and_located(
             for name, check in CHECKS[side].items()
         }
         ENGINES[side](arch, weights, given.tokens, states=states)
-    caught = {name: size for name, size in seen.items() if size > MARGIN * BOUND}
+    caught = {name: size for name, size in seen.items() if size > mutation.margin * BOUND}
     found = walk(states, right, given.arch)
     findings.add(mistake, side, caught, found.verdict)
     assert caught, f"no check saw it: {seen}"

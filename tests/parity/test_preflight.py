@@ -17,6 +17,7 @@ from services.trainer.engine.actor import Actor
 from services.trainer.preflight.check import Preflight
 from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.preflight.memory import plan_memory
+from services.trainer.report.proofs import preflight_sentence
 from shared.http import HttpClient
 from shared.job import Job
 from shared.messages import SamplingParams
@@ -94,6 +95,7 @@ class Servers:
         self.engines = engines
         self.refusals = 0  # requests that are answered with 503 first
         self.rehearsed: str | None = None  # what a dry update comes to, if not to the same
+        self.only_logprobs = False  # as an engine that shows no states and rehearses nothing
 
     @property
     def urls(self) -> dict[str, str]:
@@ -103,6 +105,8 @@ class Servers:
         if self.refusals:
             self.refusals -= 1
             return httpx.Response(503)
+        if self.only_logprobs and request.url.path != "/v1/generate":
+            return httpx.Response(501)
         side = self.engines[request.url.host]
         if request.url.path == "/v1/trace":
             traced = await side(TraceRequest.unpack(request.content))
@@ -231,6 +235,32 @@ async def test_planted_mistake_in_one_server_is_refused_by_name(
     assert not event["passed"]
     assert [found["departs_at"] for found in event["parity"]][-1] == mutation.at
     assert event["seconds"] < 60
+
+
+async def test_engine_of_log_probabilities_alone_is_compared_and_says_what_is_not(
+    world: World, weights: dict[str, Tensor]
+) -> None:
+    rollout = world.job.rollout.model_copy(update={"engine": "sglang"})
+    bounds = world.job.bounds.model_copy(update={"max_mean_abs_delta_logprob": 0.1})
+    job = world.job.model_copy(update={"rollout": rollout, "bounds": bounds})
+    with MUTATIONS["sink zero"].planted("sampler", Case(ARCH, weights, Tensor(), Tensor())) as (
+        arch,
+        wrong,
+    ):
+        servers = Servers(one=SamplerSide.of(arch, wrong))
+        servers.only_logprobs = True
+        with pytest.raises(PreflightRefused, match=r"^one: .* 0\.1 \(no sub-module could be named"):
+            await world.preflight(servers, job=job).run(0)
+    servers = Servers(one=SamplerSide.of(ARCH, weights))
+    servers.only_logprobs = True
+    await world.preflight(servers, job=job).run(0)
+    event = world.record.events[-1]
+    assert (event["passed"], event["dry_updates"]) == (True, [])
+    assert event["untold"] == [
+        "one makes no dry update: sglang cannot rehearse one",
+        "one is compared by log-probabilities alone: no layer walk between sglang and these ranks",
+    ]
+    assert "Not shown: one makes no dry update" in preflight_sentence(event)
 
 
 async def test_server_that_went_away_is_asked_again(

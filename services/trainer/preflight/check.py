@@ -155,6 +155,11 @@ class Preflight:
             self._findings.problems.append(f"{name} cannot be compared: {err}")
             return
         problems = self._departures(found) or await self._dry_update(check, name, url)
+        if found.walked is None:
+            self._findings.untold.append(
+                f"{name} is compared by log-probabilities alone: no layer walk between "
+                f"{self._job.rollout.engine} and these ranks"
+            )
         self._findings.parity.append(found)
         self._findings.problems += problems
 
@@ -176,6 +181,10 @@ class Preflight:
         except UpdateFailed as err:
             return [f"{name}: the dry update of version {version} failed: {err}"]
         if found is None:
+            engine = self._job.rollout.engine
+            self._findings.untold.append(
+                f"{name} makes no dry update: {engine} cannot rehearse one"
+            )
             return []
         self._findings.dry_updates.append(found)
         if found.is_same:
@@ -214,6 +223,7 @@ class Preflight:
             "preflight_finished",
             passed=fields["passed"],
             problems=fields["problems"],
+            untold=fields["untold"],
             seconds=round(self._findings.seconds, 2),
         )
 

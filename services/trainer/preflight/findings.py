@@ -53,6 +53,8 @@ class Findings:
     parity: list[ServerParity] = field(default_factory=list)
     dry_updates: list[DryUpdate] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    untold: list[str] = field(default_factory=list)
+    """What could not be asked: no problem, and nobody vouches for it."""
     seconds: float = 0.0
 
     def fields(self) -> dict[str, Any]:

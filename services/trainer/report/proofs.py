@@ -19,7 +19,9 @@ def preflight_sentence(found: dict[str, Any] | None) -> str:
         servers = len(found.get("parity") or [])
         seconds = number(found.get("seconds"))
         told = f"The preflight passed in {seconds} s; samplers that were compared: {servers}."
-    return f"{told} {_memory(found.get('memory'))}".strip()
+    untold = "; ".join(map(str, found.get("untold") or []))
+    parts = (told, f"Not shown: {untold}." if untold else "", _memory(found.get("memory")))
+    return " ".join(part for part in parts if part)
 
 
 def _memory(plan: dict[str, Any] | None) -> str:
