@@ -45,6 +45,7 @@ class World:
     parallel: dict[str, int] = field(default_factory=dict)
     mtp: float = 0.3
     resumes: str | None = None
+    offload: float = 0.0
 
 
 PAIR, OTHERS, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
@@ -65,6 +66,11 @@ ROUNDS = (
     (
         World("tp2 after pp2ep2", PAIR, {"tensor": 2}, resumes="pp2ep2"),
         World("one after pp2ep2", (2,), resumes="pp2ep2"),
+        World("one offloaded after pp2ep2", (3,), resumes="pp2ep2", offload=0.5),
+    ),
+    (
+        World("dp2 offloaded", PAIR, offload=0.5),
+        World("ep2 offloaded", OTHERS, {"expert": 2}, offload=1.0),
     ),
 )
 
@@ -97,6 +103,7 @@ def job(release: Path, world: World) -> Job:
                     "weight_decay": 0.1,
                     "clip_grad": 0.5,
                     "eps": 1e-5,  # gradients that are rounding noise stay noise
+                    "offload": {"fraction": world.offload},
                 },
             },
         }

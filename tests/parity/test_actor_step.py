@@ -343,6 +343,55 @@ def test_recomputed_activations_change_memory_and_nothing_else(
         assert all(torch.equal(other[name], value) for name, value in held_after[0].items())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_offloaded_optimiser_gives_the_same_weights(
+    release: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Three steps, with a checkpoint after the second that goes on with another fraction."""
+    after = []
+    for fraction, overlap, resumed in [(0.0, True, 0.5), (0.5, True, 1.0), (1.0, False, 0.0)]:
+        first = Actor(offloading(release, dtype, fraction, overlap))
+        for step in (1, 2):
+            first.train_step(batch(step))
+        place, progress = tmp_path / f"{fraction}", {"step": 2, "policy_version": 2}
+        checkpoint.save(place, model=first.model, optimizer=first.optimizer, progress=progress)
+        second = Actor(offloading(release, dtype, resumed, overlap))
+        checkpoint.load(place, model=second.model, optimizer=second.optimizer)
+        for actor in (first, second):
+            actor.train_step(batch(3))
+            after.append(held(actor))
+        assert first.optimizer.param_groups[0]["lr"] == LEARNING_RATE
+    before = weights()["head.weight"].to(after[0]["head.weight"].dtype)
+    assert (after[0]["head.weight"] - before).abs().max() > LEARNING_RATE
+    for other in after[1:]:
+        for name, tensor in after[0].items():
+            assert (other[name].float() - tensor.float()).abs().max() <= 1e-6, name
+
+
+def test_the_host_takes_at_least_its_fraction_of_the_state(release: Path) -> None:
+    """At most one parameter more; with overlap each has its own step."""
+    for fraction, overlap in [(0.5, True), (1.0, False)]:
+        actor = Actor(offloading(release, "bfloat16", fraction, overlap))
+        for part in actor.optimizer.chained_optimizers:
+            inner = part.optimizer
+            all_sizes = [p.numel() for group in inner.param_groups for p in group["params"]]
+            host = [p.numel() for p in inner.cpu_copys_map_gpu_param]
+            assert fraction * sum(all_sizes) <= sum(host)
+            assert sum(host) < fraction * sum(all_sizes) + max(all_sizes)
+            groups = len(inner.cpu_param_groups)
+            assert len(inner.cpu_optimizers) == (len(host) if overlap else min(groups, 1))
+            assert (inner.gpu_optimizer is None) == (fraction == 1.0)
+            assert len(inner.state) == len(all_sizes)
+            masters = [state["master_param"] for state in inner.state.values()]
+            assert {master.dtype for master in masters} == {torch.float32}
+
+
+def offloading(release: Path, dtype: str, fraction: float, overlap: bool) -> Job:
+    document = job(release, actor={"dtype": dtype}).model_dump()
+    document["actor"]["optimizer"]["offload"] = {"fraction": fraction, "overlap": overlap}
+    return Job.model_validate(document)
+
+
 def kept_bytes(actor: Actor) -> int:
     """Of activations in one step, storages counted once."""
     kept: dict[int, int] = {}

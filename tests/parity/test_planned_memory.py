@@ -50,6 +50,16 @@ def test_the_plan_holds(
     assert activations == pytest.approx(found.activations, rel=0.25)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_host_holds_what_was_planned(megatron: None, dtype: str) -> None:
+    asked = replace(setup(dtype, 64, "none"), offload=1.0)
+    found = measure(DEMO, asked)
+    stage = plan_setup(DEMO, asked, Machine()).stages[0]
+    assert stage.memory.optimizer == 0
+    planned = stage.host.experts + stage.host.dense
+    assert planned == pytest.approx(found.optimizer, rel=0.01)
+
+
 def test_the_tracker_counts_storages_once_and_forgets_them() -> None:
     with MemoryTracker() as tracker:
         kept = torch.zeros(1000)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.trainer.jobs.abilities import lacking
 from shared.job import Job, load_job_file
 from shared.planner import Machine, plan
 from tests.tiny_deepseek_v4 import FLASH
@@ -96,6 +97,7 @@ def test_the_cluster_presets_fit_their_machines(
     name: str, gigabytes: int, host_gigabytes: int
 ) -> None:
     machine = Machine(gigabytes * 10**9, host_gigabytes * 10**9, gpus_per_node=8)
+    assert lacking(load(name)) == []
     found = plan(FLASH, load(name), machine=machine)
     assert found.fits, found.problems
     assert found.headroom_bytes is not None

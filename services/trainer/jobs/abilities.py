@@ -18,7 +18,6 @@ class Lacking(NamedTuple):
 
 
 LACKING = (
-    Lacking("actor.optimizer.offload.fraction", lambda part: part == 0, "nothing is offloaded yet"),
     *(
         Lacking(f"actor.kernels.{part}", lambda kind: kind == "torch", "only torch is built")
         for part in ("mhc_pre", "mhc_post", "attention", "indexer", "experts", "router")

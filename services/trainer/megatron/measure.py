@@ -11,13 +11,15 @@ from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.packing import ScoredSequence, pack
 from shared.job import OptimizerSection
+from shared.job_actor import OffloadSection
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.planner.setup import Setup
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes; `activations` is the peak of forward and backward above the states."""
+    """Bytes; `activations` is the peak of forward and backward above the states, `optimizer` counts
+    what is offloaded, too: on a CPU all is host memory."""
 
     weights: int
     gradients: int
@@ -34,7 +36,8 @@ def measure(architecture: Architecture, setup: Setup) -> Measured:
         weights = tracker.live_bytes
         wrapped = wrap(model, config)
         gradients = tracker.live_bytes - weights
-        _ = build_optimizer(wrapped, config, OptimizerSection())
+        settings = OptimizerSection(offload=OffloadSection(fraction=setup.offload))
+        _ = build_optimizer(wrapped, config, settings)
         states = tracker.live_bytes
         sequences = _samples(architecture, setup)
         tracker.restart_peak()

@@ -23,7 +23,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from services.trainer.megatron import cpu
+from services.trainer.megatron import cpu, offload
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from shared.job import OptimizerSection
 
@@ -65,6 +65,8 @@ def build_optimizer(
         params_dtype=config.params_dtype,
         use_distributed_optimizer=True,
     )
+    if settings.offload.fraction:
+        offload.configure(optimizer_config, settings.offload)
     # Megatron confuses the order of parameters in a group that mixes dtypes; a setting that changes
     # nothing puts the FP32 ones in groups of their own.
     is_fp32 = ParamPredicate("is_fp32", lambda parameter: parameter.dtype == torch.float32)
@@ -72,10 +74,20 @@ def build_optimizer(
     overrides[ParamKey(predicate=is_fp32)] = ParamGroupOverride(max_lr=settings.learning_rate)
     optimizer = get_megatron_optimizer(optimizer_config, [wrapped], overrides)
     for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, torch.optim.AdamW):
+        if isinstance(part.optimizer, offload.HostOffload):
+            _apply_decay_factors(part.optimizer)
+            part.optimizer.place()
+        elif isinstance(part.optimizer, torch.optim.AdamW):
+            _apply_decay_factors(part.optimizer)
             _prepare(part.optimizer)
             _accept_step_tensors(part)
     return optimizer
+
+
+def _apply_decay_factors(inner: torch.optim.Optimizer) -> None:
+    """Else left to Megatron's own scheduler."""
+    for group in inner.param_groups:
+        group["weight_decay"] *= group["wd_mult"]
 
 
 def _accept_step_tensors(part: Any) -> None:
@@ -92,7 +104,6 @@ def _prepare(inner: torch.optim.AdamW) -> None:
     exists; and one pass over memory per step on a CPU, which Megatron does not ask for."""
     for group in inner.param_groups:
         group["fused"] = cpu.needed()
-        group["weight_decay"] *= group["wd_mult"]  # else left to Megatron's own scheduler
         for parameter in group["params"]:
             inner.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32),
