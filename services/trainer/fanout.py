@@ -23,6 +23,7 @@ class _Holder:
 class _Version:
     holders: dict[str, _Holder] = field(default_factory=dict)
     direct: dict[bool, set[str]] = field(default_factory=dict)  # sent by the trainer, by kind
+    failed: set[str] = field(default_factory=set)  # servers that peers could not help
 
 
 class Fanout:
@@ -37,7 +38,8 @@ class Fanout:
         """Where server `name` (its shards at `url`, or empty) is to pull the version from.
 
         The trainer counts its sends of whole shards and of changes apart: they are other bytes.
-        With owners of parts those stand for the trainer, and are no part of the answer.
+        A server that failed asks the trainer first: a peer that sends too slowly is never found out
+        by its bytes. With owners of parts those stand for the trainer, and are no part of the answer.
         """
         trainer = [] if has_owners else [self._trainer_url]
         known = self._versions.setdefault(version, _Version())
@@ -50,7 +52,8 @@ class Fanout:
             ),
             key=lambda one: one.num_children,
         )
-        if not peers or name in direct or len(direct) < self._max_sends:
+        may_ask = name in direct or name in known.failed or len(direct) < self._max_sends
+        if may_ask or not peers:
             direct.add(name)
             found = [*trainer, *(one.url for one in peers if trainer)]
         else:
@@ -64,6 +67,7 @@ class Fanout:
         """The server does not have the version."""
         if version in self._versions:
             self._versions[version].holders.pop(name, None)
+            self._versions[version].failed.add(name)
 
     def forget_server(self, name: str) -> None:
         for version in self._versions.values():

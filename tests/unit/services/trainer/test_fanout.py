@@ -51,6 +51,15 @@ def test_a_server_that_failed_or_went_is_nobodys_source() -> None:
     assert found == [url(2), TRAINER]
 
 
+def test_a_server_that_failed_asks_the_trainer_first_the_next_time() -> None:
+    """Its only peer may be so slow that it never gets a shard whole."""
+    fanout = Fanout(TRAINER, max_sends=1)
+    assert assign(fanout, 0, 1)[1] == [url(0), TRAINER]
+    fanout.note_failed(7, "server-1")
+    assert assign(fanout, 1) == [[TRAINER, url(0)]]
+    assert assign(fanout, 2)[0][0] != TRAINER  # nobody else does
+
+
 def test_a_server_that_serves_another_version_has_this_one_no_more() -> None:
     fanout = Fanout(TRAINER, max_sends=1)
     assign(fanout, 0, 1)
