@@ -81,8 +81,11 @@ class VersionStore:
 
     def manifest(self, version: int) -> Manifest | None:
         """None for a version that is unfinished or gone."""
-        path = self.path(version) / MANIFEST_FILE
-        return Manifest.model_validate_json(path.read_bytes()) if path.exists() else None
+        try:
+            raw = (self.path(version) / MANIFEST_FILE).read_bytes()
+        except FileNotFoundError:
+            return None
+        return Manifest.model_validate_json(raw)
 
     def is_whole(self, version: int) -> bool:
         """Whether its shards can be pulled as they are."""
@@ -227,7 +230,13 @@ class VersionStore:
         return self._bases[version]
 
     def _bytes(self, version: int) -> int:
-        return sum(file.stat().st_size for file in self.path(version).iterdir())
+        """Others write and delete meanwhile: a file that is listed may be gone."""
+        num_bytes = 0
+        with contextlib.suppress(FileNotFoundError):
+            for file in self.path(version).iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    num_bytes += file.stat().st_size
+        return num_bytes
 
     def _keep(self, version: int, name: str, text: str) -> None:
         path = self.path(version) / name

@@ -150,6 +150,17 @@ def test_a_damaged_change_is_found_when_a_version_is_restored(tmp_path: Path) ->
     assert not store.is_whole(2)
 
 
+def test_a_file_that_goes_while_sizes_are_taken_is_no_failure(tmp_path: Path) -> None:
+    """Checksums and probes are written, and versions deleted, beside whoever looks."""
+    store = VersionStore(tmp_path)
+    for version in range(3):
+        write(store.path(version), version)
+    (store.path(1) / "effective.tmp").symlink_to("gone")  # is listed, and is no more
+    assert [one.stored_bytes for one in store.describe()] == [store._bytes(2)] * 3
+    assert store._bytes(7) == 0
+    assert tidy(store, {2}, keep_last=1) == [0, 1]
+
+
 def test_probe_lies_beside_its_version(tmp_path: Path) -> None:
     store = VersionStore(tmp_path)
     write(store.path(0), 0)
