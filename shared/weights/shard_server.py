@@ -74,6 +74,10 @@ class _Server(ThreadingHTTPServer):
         self.slots = threading.BoundedSemaphore(MAX_CLIENTS)
         self.sent: Counter[tuple[int, Kind, int]] = Counter()
 
+    def count(self, key: tuple[int, Kind, int], num_bytes: int) -> None:
+        with self.lock:
+            self.sent[key] += num_bytes
+
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("shard_client_gone", client=str(client_address))
 
@@ -118,12 +122,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Content-Length", str(size - offset))
             self.end_headers()
-            sent = self.connection.sendfile(file, offset) if size > offset else 0
-        with server.lock:
-            server.sent[key] += sent
-        counter("weights_sent_bytes_total", "Bytes of shards and deltas.", ("kind",)).labels(
-            key[1]
-        ).inc(sent)
+            # Counted before, so that whoever has the last byte finds it counted.
+            server.count(key, size - offset)
+            try:
+                if size > offset:
+                    self.connection.sendfile(file, offset)
+            finally:
+                sent = max(file.tell(), offset) - offset
+                if left := size - offset - sent:  # on a broken connection
+                    server.count(key, -left)
+                counter(
+                    "weights_sent_bytes_total", "Bytes of shards and deltas.", ("kind",)
+                ).labels(key[1]).inc(sent)
 
     def _refuse(self, status: int, text: str) -> None:
         body = text.encode()
