@@ -94,9 +94,11 @@ def apply_delta(base: Buffer, delta: Buffer, *, out: Array | None = None) -> NDA
     changed if the delta turns out to be damaged: WeightsCorrupt.
     """
     header = read_header(delta)
+    num_bytes = len(np.frombuffer(base, np.uint8))
+    if num_bytes != header.num_items * header.item_bytes:
+        elements = f"{header.num_items} elements of {header.item_bytes} bytes"
+        raise WeightsCorrupt(f"a delta of {elements}, a base of {num_bytes} bytes")
     old_N = _elements(base, header.item_bytes)
-    if len(old_N) != header.num_items:
-        raise WeightsCorrupt(f"a delta of {header.num_items} elements, a base of {len(old_N)}")
     result = np.empty(old_N.nbytes, np.uint8) if out is None else out
     result_N = result.view(old_N.dtype)
     same = result_N.ctypes.data == old_N.ctypes.data

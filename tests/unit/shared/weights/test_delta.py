@@ -222,8 +222,12 @@ def test_another_base_is_refused_by_its_length() -> None:
     base = random_elements(1000)
     encoded = encode_delta(base, changed(base, 0.01), item_bytes=1)
     assert encoded is not None
-    with pytest.raises(WeightsCorrupt, match="a delta of 1000 elements, a base of 999"):
+    with pytest.raises(WeightsCorrupt, match="a delta of 1000 elements of 1 bytes, a base of 999"):
         apply_delta(base[1:], encoded)
+    wide = encode_delta(b"\0" * 16, b"\1" + b"\0" * 15, item_bytes=8, max_share=10)
+    assert wide is not None
+    with pytest.raises(WeightsCorrupt, match="a delta of 2 elements of 8 bytes, a base of 12"):
+        apply_delta(b"\0" * 12, wide)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.3])
