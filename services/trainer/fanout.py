@@ -38,8 +38,9 @@ class Fanout:
         """Where server `name` (its shards at `url`, or empty) is to pull the version from.
 
         The trainer counts its sends of whole shards and of changes apart: they are other bytes.
-        A server that failed asks the trainer first: a peer that sends too slowly is never found out
-        by its bytes. With owners of parts those stand for the trainer, and are no part of the answer.
+        A server that failed asks the trainer first: a peer that sends too slowly is never found
+        out by its bytes. With owners of parts those stand for the trainer, and are no part of the
+        answer.
         """
         trainer = [] if has_owners else [self._trainer_url]
         known = self._versions.setdefault(version, _Version())
