@@ -118,14 +118,16 @@ def walk(
     tolerance: float = TOLERANCE,
     row_share: float = 0.0,
     choice_share: float = 0.0,
+    finer: Mapping[str, tuple[float, float]] | None = None,
     names: Sequence[str] | None = None,
 ) -> Walk:
     """Compare every point that both sides have; ValueError when their sizes differ.
 
     A point departs when more than `row_share` of its rows do (`choice_share` where the state is a
     choice). Between sides that round activations a sum in another order flips a code now and then:
-    a few rows are then no mistake. `names` are the points to walk, in order of computation; all of
-    them unless told otherwise.
+    a few rows are then no mistake. `finer` has (tolerance, row share) of points by the end of their
+    name, where they are known to agree more closely. `names` are the points to walk, in order of
+    computation; all of them unless told otherwise.
     """
     points: list[Point] = []
     missing: list[str] = []
@@ -136,10 +138,12 @@ def walk(
             missing.append(name)
             suspects += [name] if first is None else []
             continue
-        point = _compare(name, ours[name], theirs[name], arch, tolerance)
+        own = next((m for end, m in (finer or {}).items() if name.endswith(end)), None)
+        most, rows = own or (tolerance, row_share)
+        point = _compare(name, ours[name], theirs[name], arch, most)
         points.append(point)
-        allowed = choice_share if point.is_choice else row_share
-        if first is None and point.departure > tolerance and point.share > allowed:
+        allowed = choice_share if point.is_choice else rows
+        if first is None and point.departure > most and point.share > allowed:
             first, suspects = point, [*suspects, name]
         elif first is None:
             suspects = [s for s in suspects if not _clears(name, s)]

@@ -1,5 +1,7 @@
 """The walk between a trainer and a sampler that rounds names the place of each known mistake."""
 
+import re
+
 import numpy as np
 import pytest
 from torch import Tensor
@@ -70,6 +72,48 @@ async def test_some_layers_and_points_can_be_asked_for(
         found = (await side(asked)).states
         assert [sorted(states) for states in found] == [["layers.2.router", "layers.3.router"]] * 2
         assert [s["layers.2.router"].shape for s in found] == [[300, 8], [9, 8]]
+
+
+@pytest.fixture(scope="module")
+def bf16_trainer(
+    right: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory, megatron: None
+) -> TrainerSide:
+    release = tmp_path_factory.mktemp("policy") / "release"
+    write_release(release, ARCH, right)
+    return TrainerSide(Actor(job_of(release, dtype="bfloat16")))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_no_point_departs_from_an_honest_bf16_trainer(
+    seed: int, bf16_trainer: TrainerSide, right: dict[str, Tensor]
+) -> None:
+    tokens = random_tokens(ARCH, rows=1, length=256, seed=seed)[0].numpy()
+    sampler = SamplerSide.of(ARCH, right)
+    found = await walk_sides(bf16_trainer, sampler, ARCH, tokens, margin=MARGINS["bfloat16"])
+    assert found.result.first is None, found.result.verdict
+
+
+IN_BF16 = {
+    "C not transposed": r"layer \d · mHC merge after (attention|experts)",
+    "Sinkhorn 5": "layer 0 · mHC Sinkhorn before attention",
+    "no inverse RoPE": "layer 0 · attention core",
+    "YaRN off": "layer 2 · query projection and RoPE",
+    "APE zero in C4": "layer 2 · compressor",
+    "indexer off": "layer 2 · indexer",
+    "gate bias ignored": "layer 3 · router",
+    "clamp off for the shared expert": "layer 0 · shared expert",
+}
+
+
+@pytest.mark.parametrize("mistake", IN_BF16)
+async def test_planted_mistake_is_named_by_a_bf16_trainer(
+    mistake: str, bf16_trainer: TrainerSide, right: dict[str, Tensor]
+) -> None:
+    known = Case(ARCH, right, Tensor(), Tensor())
+    with MUTATIONS[mistake].planted("sampler", known) as (arch, weights):
+        sampler = SamplerSide.of(arch, weights)
+        found = await walk_sides(bf16_trainer, sampler, ARCH, TOKENS, margin=MARGINS["bfloat16"])
+    assert re.fullmatch(IN_BF16[mistake], found.result.suspects[0]), found.result.verdict
 
 
 @pytest.mark.parametrize("mistake", [n for n, m in MUTATIONS.items() if "sampler" in m.plants])
