@@ -127,6 +127,19 @@ async def test_a_slow_check_keeps_its_result_and_its_process(pool: GradingPool) 
     assert {outcome.extracted for outcome in outcomes} == {ours}  # type: ignore[union-attr]
 
 
+async def test_a_slow_check_yields_the_cores(pool: GradingPool) -> None:
+    def lowered() -> list[int]:
+        nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + CONFIG.slow_nice)
+        return [pid for pid in pool.pids if os.getpriority(os.PRIO_PROCESS, pid) == nice]
+
+    slow = asyncio.create_task(pool.grade([Check("spins", "60", "", 2.0)]))
+    await wait_until(lambda: len(lowered()) == 1)
+    (pid,) = lowered()
+    assert os.getsid(pid) == os.getsid(0)  # between sessions a nice value may not count
+    assert os.getpgid(pid) == pid
+    assert await slow == [Timeout(after_s=2.0)]
+
+
 async def test_neighbours_of_hostile_checks_keep_their_latency(pool: GradingPool) -> None:
     hostile = asyncio.create_task(pool.grade([Check("spins", "60", "", 1.5)] * 6))
     await asyncio.sleep(0.3)  # the slow lane is full by now

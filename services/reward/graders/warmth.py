@@ -47,5 +47,13 @@ WARM_UP: list[tuple[str, str]] = [
         (r"\sqrt{1+\sqrt{2}}", r"\sqrt{\frac{3}{4}}"),
         (r"\overline{AB}", "AB"),
         (r"O(n^2)", r"n\log n"),
+        # Of one value in two forms: these are compared to the last digit.
+        (r"\sqrt{12}", r"2\sqrt{3}"),
+        (r"\frac{\pi}{3}", r"\frac{2\pi}{6}"),
+        (r"6+2\pi", r"2(3+\pi)"),
+        ("x^2-2x+1", "(x-1)^2"),
+        (r"2^{n+2}", r"4\cdot 2^n"),
+        ("3x-2y", "x+2(x-y)"),
+        ("2(1+3i)", "2+6i"),
     ]
 ]

@@ -34,7 +34,9 @@ def work(
 ) -> None:
     """Serve frames of [batch, [[grader, response, gold], ...]] until the service goes away."""
     die_with_parent(parent_pid)
-    os.setsid()  # so that whatever a grader starts can be killed with it
+    # A group of its own, so that whatever a grader starts can be killed with it. Not a session:
+    # Linux may schedule those as equals (sched_autogroup), and nice counts within one only.
+    os.setpgid(0, 0)
     _limit(memory_bytes)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

@@ -8,16 +8,16 @@ from shared.config import Part
 
 
 class PoolConfig(Part):
-    workers: int = Field(default_factory=lambda: 2 * len(os.sched_getaffinity(0)), gt=0)
-    """Worker processes for normal checks; default: two per core, so that one that is stuck for the
-    50 ms before it counts as slow is not missed."""
-    spare_workers: int = Field(2, ge=0)
+    workers: int = Field(default_factory=lambda: 2 * len(os.sched_getaffinity(0)) + 4, gt=0)
+    """Worker processes for normal checks; default: two per core and four more, so that those that
+    are stuck before they count as slow are not missed."""
+    spare_workers: int = Field(4, ge=0)
     """Workers that are ready to take the place of one that turns slow."""
     slow_workers: int = Field(4, gt=0)
     """Slow checks that may run beside them."""
     slow_after_s: float = Field(0.05, gt=0)
     """A check that runs longer is moved to the slow lane."""
-    slow_nice: int = Field(15, ge=0, le=19)
+    slow_nice: int = Field(19, ge=0, le=19)
     """By how much the slow lane's scheduling priority is lower; 19 is the most."""
     memory_bytes: int = Field(2**30, ge=64 * 2**20)
     """What a check may allocate on top of the loaded graders."""
