@@ -110,12 +110,17 @@ class Books:
             ).fetchone()
         return DroppedGroups(*row)
 
+    def num_unusable_during(self, step: int) -> int:
+        """Of those, the ones that `step` could not use; surplus of the step before is no such."""
+        query = "SELECT COUNT(*) FROM groups WHERE during_step = ? AND reason != 'surplus'"
+        return int(self._one(query, step))
+
     def reasons_during(self, step: int) -> dict[str, int]:
-        """Why groups were dropped while those of `step` were collected."""
+        """Why the groups that came for `step` could not be used."""
         with self._lock:
             rows = self._db.execute(
-                "SELECT reason, COUNT(*) FROM groups WHERE during_step = ? GROUP BY reason"
-                " ORDER BY reason",
+                "SELECT reason, COUNT(*) FROM groups WHERE during_step = ? AND reason != 'surplus'"
+                " GROUP BY reason ORDER BY reason",
                 (step,),
             ).fetchall()
         return {str(reason): int(number) for reason, number in rows}

@@ -302,8 +302,8 @@ class Collector:
     def _bound_hit(self, began_s: float) -> str | None:
         """In words, if the step must do with what is there."""
         sampling = self._source.job.sampling
-        dropped = self._books.dropped_during(self._progress.step + 1)
-        settled = dropped.num_groups + len(self._kept)
+        unusable = self._books.num_unusable_during(self._progress.step + 1)
+        settled = unusable + len(self._kept)
         if settled >= (most := self._admission.max_settled_per_step()):
             return f"{most} groups (sampling.max_redraws x groups_per_step) were settled"
         waited_s = time.monotonic() - began_s

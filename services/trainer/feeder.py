@@ -114,7 +114,7 @@ class Feeder:
 
     def _num_dropped_meanwhile(self) -> int:
         """Groups that came for the step being collected and could not be used."""
-        return self._books.dropped_during(self._progress.step + 1).num_groups
+        return self._books.num_unusable_during(self._progress.step + 1)
 
     def _entry(self, draw: int, version: int, drawn: PromptGroup | TooLong) -> Draw:
         name = group_id(self._source.job_id, draw)

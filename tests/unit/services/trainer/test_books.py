@@ -76,6 +76,16 @@ def test_rewards_of_dropped_groups_belong_to_the_step_that_was_collected(books: 
     assert books.dropped_during(3) == DroppedGroups(0, 0.0, 0)
 
 
+def test_kept_surplus_of_a_step_does_not_count_against_the_next(books: Books) -> None:
+    ids = open_groups(books, 3)
+    commit(books, 1, ids[:1])
+    books.drop_group(ids[1], reason="surplus", event=event(), rewards=(1.0, 0.0))
+    drop(books, ids[2])
+    assert books.dropped_during(2).num_groups == 2  # its rewards are reported
+    assert books.num_unusable_during(2) == 1
+    assert "surplus" not in books.reasons_during(2)
+
+
 def test_trained_group_cannot_be_trained_again(books: Books) -> None:
     ids = open_groups(books, 3)
     commit(books, 1, ids[:2])
