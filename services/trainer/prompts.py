@@ -63,7 +63,8 @@ class PromptSource:
             list(tokenizer.stop_token_ids),
             tokenizer.vocab_size,
         )
-        source.encode(source.rows[0].prompt)
+        if source.rows:  # a recording brings its prompts as tokens
+            source.encode(source.rows[0].prompt)
         return source
 
     @property

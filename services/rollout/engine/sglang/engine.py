@@ -126,9 +126,13 @@ class SGLangEngine:
         finally:
             self._hand_over = False
 
+    def shut_gate(self) -> None:
+        """Let no call start."""
+        self._gate.clear()
+
     async def close_gate(self) -> None:
         """Let no call start, and wait until all have come back or failed."""
-        self._gate.clear()
+        self.shut_gate()
         if not await wait_for_event(self._idle, _HOME_S):
             raise DeadlineExceeded(f"{len(self._calls)} calls to come back from SGLang", _HOME_S)
 

@@ -67,16 +67,15 @@ class Server:
 
     async def stop(self) -> None:
         """End a server of ours with all its processes; leave another's alone."""
+        if self._child is not None:
+            if self._child.returncode is None:
+                self._child.terminate()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._child.wait(), _STOP_S)
+            await asyncio.to_thread(kill_marked, MARK, str(self._port))
+            await self._child.wait()
+            self._child = None
         await self.client.close()
-        if self._child is None:
-            return
-        if self._child.returncode is None:
-            self._child.terminate()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._child.wait(), _STOP_S)
-        await asyncio.to_thread(kill_marked, MARK, str(self._port))
-        await self._child.wait()
-        self._child = None
 
     async def _spawn(self, model: Path) -> None:
         self._port = free_port()

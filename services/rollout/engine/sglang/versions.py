@@ -111,8 +111,10 @@ class Versions:
     async def recover(self) -> None:
         """A fresh server of the last good version, after the one we had went away."""
         self.restarts += 1
+        self.engine.shut_gate()
+        await self._server.stop()  # calls that hung with it fail now
         await self.engine.close_gate()
-        await self._server.restart(self.good.folder if self.good else self._folder / FIRST)
+        await self._server.start(self.good.folder if self.good else self._folder / FIRST)
         if self.good is not None:
             await self._prove_same(self.good)
             await self._server.client.label(self.good.policy_version)
