@@ -69,6 +69,10 @@ class FakeServer:
             app.post("/post_process_weights")(self._post_process)
         return app
 
+    def forget(self) -> None:
+        """What a restart by somebody else leaves: other weights, the first label."""
+        self._weights, self.label = {}, "default"
+
     async def _ok(self) -> dict[str, Any]:
         return {"success": True, "message": ""}
 

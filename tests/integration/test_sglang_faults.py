@@ -153,3 +153,13 @@ async def test_what_waits_at_the_gate_is_sampled_by_the_new_version(tmp_path: Pa
         assert world.engine.num_running == 0
         world.engine.go_on()
         assert await waiting == [(number, 4)]
+
+
+async def test_an_attached_server_that_came_back_is_loaded_again(tmp_path: Path) -> None:
+    async with attached(FakeServer(), tmp_path) as world:
+        old = await world.activate(OLD)
+        world.fake.forget()
+        await world.versions.recover()
+        assert await world.sample() == [(old, 4)]
+        found = await world.engine.score_now(PROBE)
+        np.testing.assert_allclose(found[0], reference_logprobs(OLD, PROBE[0]), atol=1e-5)

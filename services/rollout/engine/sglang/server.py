@@ -53,6 +53,8 @@ class Server:
         """Start or attach, and wait until it generates."""
         if self.is_ours:
             await self._spawn(model)
+        else:
+            self.client = SGLangClient(self.client.url, token=self.spec.token)
         await self._wait_until_up()
 
     async def restart(self, model: Path) -> None:

@@ -116,6 +116,8 @@ class Versions:
         await self.engine.close_gate()
         await self._server.start(self.good.folder if self.good else self._folder / FIRST)
         if self.good is not None:
+            if not self._server.is_ours:  # whoever brought it back did not know this version
+                await self._load(self.good.folder, Disk())
             await self._prove_same(self.good)
             await self._server.client.label(self.good.policy_version)
         self.engine.open_gate()
