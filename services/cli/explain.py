@@ -5,9 +5,6 @@ engine, because this one never loads torch.
 """
 
 import asyncio
-import os
-import sys
-from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +14,10 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.child import ask_child
 from services.cli.run import run
 from services.trainer.recorded import RecordedSample, find_sample, version_folders
-from shared.errors import ConfigInvalid, DeadlineExceeded, TandemError
+from shared.errors import ConfigInvalid
 from shared.job import Job, expand_path
 from shared.parity.rescore_request import RescoreRequest, RescoreResult
 from shared.tokenizer import CheckpointTokenizer
@@ -29,7 +27,6 @@ NOISE = {True: 1e-6, False: 1e-4}
 """By whether activations are rounded: then every count is padded so that a token's bits do not
 depend on its batch, and prefill equals decoding; in FP32 without rounding 5e-6 was measured."""
 SHOWN_TOKENS = 40
-_MAX_LAST_WORDS = 2000
 
 
 class Explanation(BaseModel):
@@ -95,23 +92,12 @@ def _job_of(run_dir: Path) -> Job:
 
 
 async def _rescored(request: RescoreRequest, deadline_s: float) -> RescoreResult:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.rollout.rescore", str(os.getpid())),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
+    answer = await ask_child(
+        "services.rollout.rescore",
+        request,
+        deadline_s=deadline_s,
+        what="the sample to be scored",
     )
-    asked = request.model_dump_json().encode()
-    try:
-        answer, errors = await asyncio.wait_for(process.communicate(asked), deadline_s)
-    except TimeoutError as err:
-        raise DeadlineExceeded("the sample to be scored", deadline_s) from err
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise TandemError(errors.decode(errors="replace").strip()[-_MAX_LAST_WORDS:])
     return RescoreResult.model_validate_json(answer)
 
 

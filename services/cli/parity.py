@@ -6,11 +6,8 @@ by the evaluator. Either way the result is the same report.
 
 import asyncio
 import json
-import os
 import random
-import sys
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +17,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
+from services.cli.child import ask_child
 from services.cli.run import run
 from services.evaluator.parity.report import ParityReport, ParityStatus, Run, make_report
 from services.evaluator.parity.terminal import print_report
@@ -33,7 +31,6 @@ from shared.tokenizer import CheckpointTokenizer
 LOCAL_EVALUATOR = "http://127.0.0.1:8740"
 RANDOM_TOKENS, RANDOM_SEQUENCES = 300, 2
 _POLL_S = 0.25
-_MAX_LAST_WORDS = 2000  # characters of the child's own words that are shown
 
 SideText = Annotated[
     str | None,
@@ -129,7 +126,14 @@ def parity(
 
 
 async def _offline(request: OfflineRequest, bounds: Bounds, deadline_s: float) -> ParityReport:
-    result = await _in_child(request, deadline_s)
+    result = OfflineResult.model_validate_json(
+        await ask_child(
+            "shared.parity.offline",
+            request,
+            deadline_s=deadline_s,
+            what="the two checkpoints to be scored",
+        )
+    )
     rows = zip(result.sequences, result.first, result.ours, result.theirs, strict=True)
     found = Run(
         ours=str(request.ours),
@@ -147,27 +151,6 @@ async def _offline(request: OfflineRequest, bounds: Bounds, deadline_s: float) -
         seconds=result.seconds,
     )
     return make_report(found, bounds, decode=_decoder(request.ours.path))
-
-
-async def _in_child(request: OfflineRequest, deadline_s: float) -> OfflineResult:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "shared.parity.offline", str(os.getpid())),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-    )
-    asked = request.model_dump_json().encode()
-    try:
-        answer, errors = await asyncio.wait_for(process.communicate(asked), deadline_s)
-    except TimeoutError as err:
-        raise DeadlineExceeded("the two checkpoints to be scored", deadline_s) from err
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise TandemError(errors.decode(errors="replace").strip()[-_MAX_LAST_WORDS:])
-    return OfflineResult.model_validate_json(answer)
 
 
 async def _live(evaluator: str, body: dict[str, Any], deadline_s: float) -> ParityReport:

@@ -21,6 +21,7 @@ import numpy as np
 import structlog
 import torch
 
+from services.rollout.engine.child import begin
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
 from services.rollout.engine.routes import Recording
 from services.rollout.engine.scheduler import Limits, Scheduler
@@ -43,9 +44,7 @@ from shared.channel import Request, SyncChannel
 from shared.errors import ChannelClosed
 from shared.models.deepseek_v4.checkpoint import load_release
 from shared.parity.trace import Traced, TraceRequest
-from shared.process import die_with_parent
 from shared.quant.activation import ActivationQuant, embedded_rounding
-from shared.telemetry import configure_logging
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 from shared.weights.protocol import CommitUpdate, GroupTransfer
 
@@ -366,13 +365,7 @@ class _Loop:
 
 
 def main(argv: list[str]) -> None:
-    address, parent_pid = argv
-    die_with_parent(int(parent_pid))
-    configure_logging("rollout-engine")
-    channel = SyncChannel.connect(address)
-    first = channel.recv(60.0)
-    if first is None or first.op != "start":
-        raise SystemExit(f"the service was expected to start the engine, not {first}")
+    channel, first = begin(argv)
     try:
         engine = EmbeddedEngine(EngineSpec.from_payload(first.payload))
     except Exception as err:

@@ -20,23 +20,14 @@ from services.rollout.models.deepseek_v4_weights import Derived, derive, effecti
 from shared.errors import WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import CheckpointInvalid, check_stored
+from shared.weights.dtypes import TORCH_DTYPES
 from shared.weights.effective import effective_checksum
 from shared.weights.group import check_bytes, receive_shards
-from shared.weights.manifest import INCOMING_FILE, DType, Manifest, ShardEntry, shard_file
+from shared.weights.manifest import INCOMING_FILE, Manifest, ShardEntry, shard_file
 from shared.weights.protocol import GroupTransfer, Probe, ProbeSequence
 
 Derive = Callable[[Architecture, Mapping[str, Tensor]], Derived]
 Score = Callable[[Derived, list[np.ndarray]], list[np.ndarray]]
-
-_DTYPES: dict[DType, torch.dtype] = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +58,7 @@ def read_canonical(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
     tensors = {}
     for entry in manifest.tensors:
         raw = shards[entry.shard][entry.offset : entry.offset + entry.num_bytes]
-        dtype = _DTYPES[entry.dtype]
+        dtype = TORCH_DTYPES[entry.dtype]
         if raw.storage_offset() % dtype.itemsize:
             raw = raw.clone()
         tensors[entry.name] = raw.view(dtype).view(entry.shape)

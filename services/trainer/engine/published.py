@@ -10,18 +10,8 @@ from torch import Tensor, nn
 from services.trainer.models.deepseek_v4.weights import load_weights, release_tensors
 from shared.models.deepseek_v4.checkpoint import dequantise_tensor
 from shared.quant.policy import is_scale, scale_name
-from shared.weights.manifest import DType
+from shared.weights.dtypes import TORCH_DTYPES
 from shared.weights.stored import StoredVersion
-
-_DTYPES: dict[DType, torch.dtype] = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
 
 
 @contextmanager
@@ -60,4 +50,4 @@ def _tensor(stored: StoredVersion, name: str) -> Tensor | None:
     if found is None:
         return None
     entry, raw = found
-    return torch.from_numpy(raw.copy()).view(_DTYPES[entry.dtype]).view(entry.shape)
+    return torch.from_numpy(raw.copy()).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)

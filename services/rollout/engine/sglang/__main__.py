@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from services.rollout.engine.child import begin
 from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.engine.sglang.checkpoint import first_tensors, write_folder
 from services.rollout.engine.sglang.dialects import dialect_of
@@ -26,8 +27,6 @@ from services.rollout.engine.sglang.versions import FIRST, Versions, config_of
 from services.rollout.engine.weights import receive_version
 from shared.channel import Request, SyncChannel
 from shared.errors import ChannelClosed
-from shared.process import die_with_parent
-from shared.telemetry import configure_logging
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 from shared.weights.protocol import CommitUpdate, GroupTransfer
 
@@ -210,13 +209,7 @@ def _arriving(channel: SyncChannel) -> "asyncio.Queue[Request | None]":
 
 
 def main(argv: list[str]) -> None:
-    address, parent_pid = argv
-    die_with_parent(int(parent_pid))
-    configure_logging("rollout-engine")
-    channel = SyncChannel.connect(address)
-    first = channel.recv(60.0)
-    if first is None or first.op != "start":
-        raise SystemExit(f"the service was expected to start the engine, not {first}")
+    channel, first = begin(argv)
     with tempfile.TemporaryDirectory(prefix="tandem-sglang-") as folder:
         asyncio.run(serve(channel, first, Path(folder)))
 

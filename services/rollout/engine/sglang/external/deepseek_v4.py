@@ -20,18 +20,9 @@ from shared.models.deepseek_v4.checkpoint import dequantised
 from shared.models.deepseek_v4.names import tensor_specs
 from shared.models.deepseek_v4.reference import Reference
 from shared.quant.activation import embedded_rounding
+from shared.weights.dtypes import TORCH_DTYPES
 
 SLOT_WIDTH = 16  # numbers of a cache slot; the first is the token id
-
-_DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
 
 
 class TandemDeepseekV4(nn.Module):
@@ -44,7 +35,7 @@ class TandemDeepseekV4(nn.Module):
             self.arch.weight_format, activations=config.tandem["quantise_activations"]
         )
         self.canonical = {
-            name: torch.zeros(spec.shape, dtype=_DTYPES[spec.dtype])
+            name: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
             for name, spec in tensor_specs(self.arch).items()
         }
         for name, tensor in self.canonical.items():
