@@ -8,7 +8,7 @@ prompt becomes ids here, once, and a response stays the ids that were sampled.
 
 from dataclasses import dataclass
 
-from shared.job import PromptFormat
+from shared.job_data import PromptFormat
 from shared.tokenizer import CheckpointTokenizer
 
 BOS = "<｜begin▁of▁sentence｜>"

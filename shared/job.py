@@ -1,220 +1,28 @@
 """The job document: one strict schema for REST (JSON) and files (TOML); unknown keys are errors.
 
 Every field does something; nothing is read past this schema. Token budgets are tokens, not bytes.
+Its sections are in the `job_…` modules beside this one.
 """
 
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from shared.job_actor import (
-    EnvironmentSection,
-    KernelsSection,
-    OffloadSection,
-    ParallelSection,
-    RecomputeSection,
-    WatchdogSection,
-)
+from shared.job_actor import ActorSection
 from shared.job_algorithm import AlgorithmSection
-from shared.job_cluster import ClusterSection, SGLangSection, TrackingSection
-from shared.job_reward import GraderName, OverlongSection, RewardPart
+from shared.job_cluster import ClusterSection, TrackingSection
+from shared.job_data import DataSection, ModelSection
+from shared.job_eval import EvalSection
+from shared.job_proof import AttributionSection, BoundsSection, PreflightSection
+from shared.job_reward import RewardSection
+from shared.job_rollout import RolloutSection, UpdateSection
 from shared.job_sampling import SamplingSection
 from shared.job_warm_up import WarmUpSection
 from shared.parallel import Layout
 from shared.section import Section
-
-PromptFormat = Literal["raw", "thinking", "non_thinking"]
-DataFormat = Literal["auto", "prompt", "dapo", "gsm8k", "math500", "aime", "deepmath"]
-
-
-class ModelSection(Section):
-    rollout_checkpoint: str
-    """Directory in the release layout; gives the samplers their architecture and tokenizer."""
-    actor_checkpoint: str | None = None
-    """Where the actor's first weights come from; default: the rollout checkpoint, dequantised."""
-
-
-class DataSection(Section):
-    path: str | None = None
-    """Local JSONL or parquet file; `$DATA_ROOT` and other variables are expanded."""
-    dataset: str | None = None
-    """Hugging Face data set id, where there is a network."""
-    split: str = "train"
-    """Split of `dataset`; a local file has none."""
-    format: DataFormat = "auto"
-    """How a row is read; `auto` decides by the first row's keys."""
-    prompt_template: str = "{problem}"
-    """What the policy is asked; `{problem}` is the row's text."""
-    prompt_format: PromptFormat = "raw"
-    """`thinking` and `non_thinking` are DeepSeek-V4's chat format; `raw` is the template alone."""
-    system: str = ""
-    """The chat formats' system prompt."""
-    shuffle: bool = True
-    """Draw rows in an order given by the job's seed, anew each epoch."""
-    max_rows: int | None = Field(None, gt=0)
-    """Use only the first rows of the file."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.path is None) == (self.dataset is None):
-            raise ValueError("give either path or dataset")
-        if "{problem}" not in self.prompt_template:
-            raise ValueError(f"prompt_template {self.prompt_template!r} lacks {{problem}}")
-        if self.system and self.prompt_format == "raw":
-            raise ValueError("a system prompt needs a chat format, prompt_format is raw")
-        return self
-
-
-class OptimizerSection(Section):
-    learning_rate: float = Field(1e-6, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.98, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    offload: OffloadSection = OffloadSection()
-
-
-class ReplaySection(Section):
-    routing: bool = False
-    """Send every token to the experts that the sampler chose; their weights are the actor's own."""
-    indexer: bool = False
-    """Attend to the compressed entries that the sampler's indexer selected."""
-
-    @property
-    def on(self) -> bool:
-        return self.routing or self.indexer
-
-
-class ActorSection(Section):
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    max_tokens_per_gpu: int = Field(8192, gt=0)
-    """Token budget of one micro-batch on each rank, padding included. With what the context ranks
-    share, also the longest sample: prompts that could grow beyond it are skipped and counted."""
-    freeze_router: bool = True
-    """Keep the gates' weights and biases as they are."""
-    clamp_shared_expert: bool = True
-    """The same flag is read by the sampler."""
-    quantisation: Literal["none", "weights", "full"] = "none"
-    """What the actor rounds as its sampler does, to train and score the policy that is sampled.
-    `weights`: passes run on the published values, gradients go straight through to the masters.
-    `full`: also the activations that the sampler rounds (`rollout.quantise_activations`)."""
-    mtp_loss_weight: float = Field(0.0, ge=0, le=1)
-    """Above 0 the MTP blocks are trained, on the response tokens; the policy's gradient is the same
-    either way. Needs context parallelism of 1."""
-    replay: ReplaySection = ReplaySection()
-    """Which of the sampler's discrete choices are recorded there and made again here."""
-    num_threads: int = Field(1, gt=0)
-    """CPU threads of each rank."""
-    optimizer: OptimizerSection = OptimizerSection()
-    parallel: ParallelSection = ParallelSection()
-    recompute: RecomputeSection = RecomputeSection()
-    kernels: KernelsSection = KernelsSection()
-    env: EnvironmentSection = EnvironmentSection()
-    watchdog: WatchdogSection = WatchdogSection()
-    deterministic: bool = False
-    """Refuse operations on a GPU whose sums depend on the order of threads."""
-
-
-class RolloutSection(Section):
-    engine: Literal["embedded", "sglang"] = "embedded"
-    max_running_requests: int = Field(128, gt=0)
-    """Completions decoded at the same time by one server."""
-    quantise_activations: bool = True
-    """Fake-quantise inputs of FP8 linears, the KV cache and the indexer as the release does."""
-    weights: Literal["quantised", "float32"] = "quantised"
-    """float32 serves unquantised weights, to measure what quantisation costs."""
-    num_threads: int = Field(1, gt=0)
-    sglang: SGLangSection = SGLangSection()
-
-
-class UpdateSection(Section):
-    max_shard_bytes: int = Field(64 * 2**20, gt=0)
-    pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
-    deadline_s: float = Field(120.0, gt=0)
-    """A server that has not committed by then is quarantined until it has caught up."""
-    probe_sequences: int = Field(4, ge=0)
-    """Fixed prompts scored after each restore and compared with the trainer; 0 skips the probe."""
-    probe_max_mean_abs_delta: float = Field(0.5, gt=0)
-    keep_versions: int = Field(50, ge=1)
-    """Versions that can be served again (`weights rollback`), stored as changes where possible."""
-    keep_bytes: int = Field(64 * 2**30, ge=0)
-    """The oldest go when all take more; what is current, held or being read stays anyway."""
-    delta: bool = True
-    """Also publish what changed since the version before; servers that hold it pull only that."""
-    transport: Literal["http", "nccl", "gloo"] = "http"
-    """`nccl`: shards are broadcast from the ranks' GPUs to the servers' (`gloo`: the same between
-    CPUs). What does not arrive that way is pulled over HTTP."""
-    max_sends: int = Field(2, gt=0)
-    """How often the trainer sends a shard of one version; further servers pull from servers."""
-
-
-class RewardSection(Section):
-    grader: GraderName = "math"
-    """`math` (MATH, DeepMath), `aime`, `gsm8k`, `dapo`, `code`, `format`, `arithmetic`; one that
-    the reward service knows as `plugin.<name>` or `remote.<name>`."""
-    parts: list[RewardPart] = Field(default_factory=list)
-    """Further graders whose scores are added by weight."""
-    overlong: OverlongSection | None = None
-    """The penalty for long responses (DAPO)."""
-    retries: int = Field(0, ge=0, le=5)
-    """How often a check that timed out or failed is repeated before it counts as unscored."""
-    timeout_s: float = Field(5.0, gt=0, le=60)
-    """Wall-clock limit of one check, enforced from outside."""
-    unscored: Literal["drop_group", "zero"] = "drop_group"
-    """What a group with an unparseable, timed-out or failed check becomes. Unparseable text is an
-    answer that earns nothing under `zero`; time-outs and errors drop the group either way."""
-
-
-class SuiteSection(Section):
-    """What is asked in an evaluation, how, and who grades it."""
-
-    suite: str
-    """Name shown in reports."""
-    data: DataSection
-    samples_per_problem: int = Field(8, gt=0)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_response_tokens: int = Field(gt=0)
-    budgets: list[Annotated[int, Field(gt=0)]] = Field(default_factory=list)
-    """Smaller response budgets to report, too; the same samples cut there tell what they were."""
-    grader: GraderName = "aime"
-    max_problems: int | None = Field(None, gt=0)
-
-    @model_validator(mode="after")
-    def _budgets_are_smaller(self) -> Self:
-        if (most := max(self.budgets, default=0)) > self.max_response_tokens:
-            raise ValueError(
-                f"budgets: {most} exceeds max_response_tokens {self.max_response_tokens}"
-            )
-        return self
-
-
-class EvalSection(SuiteSection):
-    every_steps: int = Field(10, gt=0)
-    deadline_s: float = Field(600.0, gt=0)
-    """Of one evaluation, all suites; a server is not kept from training for longer."""
-    server: Literal["lease", "dedicated"] = "lease"
-    """`lease`: a server is taken from training for each evaluation and keeps the version until it
-    is done. `dedicated`: one server does nothing but evaluations; needs two servers."""
-    also: list[SuiteSection] = Field(default_factory=list)
-    """Further suites, asked of the same version in the same lease."""
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
-        names = [self.suite, *(one.suite for one in self.also)]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"also: two suites are named {twice!r}")
-        return self
-
-    @property
-    def suites(self) -> list[SuiteSection]:
-        """All suites; the first is the one that curves and comparisons of a run show."""
-        return [self, *self.also]
 
 
 class CheckpointSection(Section):
@@ -224,38 +32,6 @@ class CheckpointSection(Section):
     """Checkpoints of steps that are multiples of this are kept for good."""
     background: bool = True
     """Copy the state to host memory and train on while it is written."""
-
-
-class BoundsSection(Section):
-    """A job beyond its bounds is paused instead of trained on a broken policy."""
-
-    max_mean_abs_delta_logprob: float = Field(1.0, gt=0)
-    step_deadline_s: float = Field(1800.0, gt=0)
-    """Longest wait for one step's groups; the error says which stage they are in."""
-
-
-class AttributionSection(Section):
-    """Where the difference between sampler and trainer comes from, asked of some samples."""
-
-    every_steps: int = Field(10, ge=0)
-    """0 never asks."""
-    samples: int = Field(16, gt=0)
-    """Of the step's batch, those that are scored on every rung."""
-
-
-class PreflightSection(Section):
-    """What a job proves before its first step; beyond these bounds it does not start."""
-
-    enabled: bool = True
-    deadline_s: float = Field(300.0, gt=0)
-    """Longest wait for a server to serve the first version, and for the comparison with it."""
-    max_mean_abs_delta_logprob: float = Field(0.05, gt=0)
-    """Between an embedded sampler and the ranks rounding alike: there a difference is a mistake. As
-    the ranks train, and for other engines, `bounds.max_mean_abs_delta_logprob` holds."""
-    walk: bool = True
-    """Refuse also when a layer walk names a sub-module that departs."""
-    max_memory_share: float = Field(0.95, gt=0)
-    """Of the available memory that ranks and sampler may be planned to need."""
 
 
 class Job(Section):

@@ -1,4 +1,4 @@
-"""Sections of a job that say how the actor is spread, kept in memory, launched and watched.
+"""Sections of a job about the actor: trained how, spread, kept in memory, launched and watched.
 
 Environment variables have fields of their own: a job can set no other variable of a rank.
 """
@@ -135,3 +135,55 @@ class WatchdogSection(Section):
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": str(self.async_error_handling),
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{run_dir}/{self.trace_file}",
         }
+
+
+class OptimizerSection(Section):
+    learning_rate: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.98, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    offload: OffloadSection = OffloadSection()
+
+
+class ReplaySection(Section):
+    routing: bool = False
+    """Send every token to the experts that the sampler chose; their weights are the actor's own."""
+    indexer: bool = False
+    """Attend to the compressed entries that the sampler's indexer selected."""
+
+    @property
+    def on(self) -> bool:
+        return self.routing or self.indexer
+
+
+class ActorSection(Section):
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_tokens_per_gpu: int = Field(8192, gt=0)
+    """Token budget of one micro-batch on each rank, padding included. With what the context ranks
+    share, also the longest sample: prompts that could grow beyond it are skipped and counted."""
+    freeze_router: bool = True
+    """Keep the gates' weights and biases as they are."""
+    clamp_shared_expert: bool = True
+    """The same flag is read by the sampler."""
+    quantisation: Literal["none", "weights", "full"] = "none"
+    """What the actor rounds as its sampler does, to train and score the policy that is sampled.
+    `weights`: passes run on the published values, gradients go straight through to the masters.
+    `full`: also the activations that the sampler rounds (`rollout.quantise_activations`)."""
+    mtp_loss_weight: float = Field(0.0, ge=0, le=1)
+    """Above 0 the MTP blocks are trained, on the response tokens; the policy's gradient is the same
+    either way. Needs context parallelism of 1."""
+    replay: ReplaySection = ReplaySection()
+    """Which of the sampler's discrete choices are recorded there and made again here."""
+    num_threads: int = Field(1, gt=0)
+    """CPU threads of each rank."""
+    optimizer: OptimizerSection = OptimizerSection()
+    parallel: ParallelSection = ParallelSection()
+    recompute: RecomputeSection = RecomputeSection()
+    kernels: KernelsSection = KernelsSection()
+    env: EnvironmentSection = EnvironmentSection()
+    watchdog: WatchdogSection = WatchdogSection()
+    deterministic: bool = False
+    """Refuse operations on a GPU whose sums depend on the order of threads."""

@@ -1,7 +1,7 @@
 """Names of graders and what is added to a score; the sections of a job that reward speaks about."""
 
 import re
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -46,3 +46,20 @@ class OverlongSection(Section):
                 f"buffer_tokens {self.buffer_tokens} exceeds max_tokens {self.max_tokens}"
             )
         return self
+
+
+class RewardSection(Section):
+    grader: GraderName = "math"
+    """`math` (MATH, DeepMath), `aime`, `gsm8k`, `dapo`, `code`, `format`, `arithmetic`; one that
+    the reward service knows as `plugin.<name>` or `remote.<name>`."""
+    parts: list[RewardPart] = Field(default_factory=list)
+    """Further graders whose scores are added by weight."""
+    overlong: OverlongSection | None = None
+    """The penalty for long responses (DAPO)."""
+    retries: int = Field(0, ge=0, le=5)
+    """How often a check that timed out or failed is repeated before it counts as unscored."""
+    timeout_s: float = Field(5.0, gt=0, le=60)
+    """Wall-clock limit of one check, enforced from outside."""
+    unscored: Literal["drop_group", "zero"] = "drop_group"
+    """What a group with an unparseable, timed-out or failed check becomes. Unparseable text is an
+    answer that earns nothing under `zero`; time-outs and errors drop the group either way."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from shared.chat import encode_prompt
 from shared.data import Row, load_rows
 from shared.errors import TandemError
-from shared.job import Job, SuiteSection, expand_path
+from shared.job import Job, expand_path
+from shared.job_eval import SuiteSection
 from shared.messages import EvalRequested, SamplingParams
 from shared.tokenizer import CheckpointTokenizer
 

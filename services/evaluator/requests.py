@@ -28,7 +28,8 @@ from shared.current_job import CurrentJob
 from shared.data import DataError
 from shared.errors import DeadlineExceeded, HttpFailed, Retryable, TandemError
 from shared.http import HttpClient
-from shared.job import SuiteSection, expand_path
+from shared.job import expand_path
+from shared.job_eval import SuiteSection
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.registry import Replica, live_replicas
 from shared.telemetry import now_s

@@ -17,7 +17,7 @@ from shared import topology
 from shared.chat import graded_text
 from shared.current_job import CurrentJob
 from shared.errors import Rejected
-from shared.job import RewardSection
+from shared.job_reward import RewardSection
 from shared.messages import Event, Outcome, RolloutGroup, Score, ScoredGroup
 from shared.streams import Consumer, backlog, publish
 from shared.tasks import following, wait_for_event

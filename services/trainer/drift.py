@@ -11,7 +11,7 @@ import structlog
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.keeper import RankKeeper
 from services.trainer.versions import VersionStore
-from shared.job import AttributionSection
+from shared.job_proof import AttributionSection
 from shared.messages import TrainingBatch, TrainingSample
 from shared.parity.attribution import Attribution, attribute
 

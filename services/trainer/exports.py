@@ -10,7 +10,7 @@ import numpy as np
 from services.trainer.books import Books
 from services.trainer.keeper import RankKeeper
 from services.trainer.versions import VersionStore
-from shared.job import UpdateSection
+from shared.job_rollout import UpdateSection
 from shared.messages import TrainingBatch, TrainingSample
 from shared.weights.protocol import Probe, ProbeSequence
 

@@ -29,7 +29,7 @@ from services.trainer.versions import VersionStore
 from shared import topology
 from shared.errors import DeadlineExceeded, HttpFailed, TandemError, WeightsCorrupt
 from shared.http import HttpClient
-from shared.job import UpdateSection
+from shared.job_rollout import UpdateSection
 from shared.messages import WeightsAnnounced
 from shared.registry import Replica, live_replicas, register
 from shared.tasks import end, wait_for_event

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.job import DataFormat
+from shared.job_data import DataFormat
 
 _INTEGER = re.compile(r"\d{1,3}")
 

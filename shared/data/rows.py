@@ -13,7 +13,8 @@ from shared.data.errors import DataError
 from shared.data.files import Record, records_of_file
 from shared.data.formats import detect_format, read_fields
 from shared.data.hub import records_of_data_set
-from shared.job import DataFormat, DataSection, expand_path
+from shared.job import expand_path
+from shared.job_data import DataFormat, DataSection
 
 HUB_DEADLINE_S = 300.0
 

@@ -6,7 +6,7 @@ A name gives defaults and nothing else; whoever evaluates names the file.
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from shared.job import DataFormat
+from shared.job_data import DataFormat
 from shared.job_reward import GraderName
 
 STEP_BY_STEP = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."

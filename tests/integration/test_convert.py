@@ -29,7 +29,7 @@ from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.models.deepseek_v4.weights import release_tensors
 from shared.errors import ConfigInvalid, WeightsCorrupt
-from shared.job import OptimizerSection
+from shared.job_actor import OptimizerSection
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import (
     CheckpointInvalid,

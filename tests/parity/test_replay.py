@@ -18,7 +18,7 @@ from services.trainer.engine.tokens import response_tokens
 from services.trainer.models.deepseek_v4.trace import Routes
 from services.trainer.models.deepseek_v4.weights import release_tensors
 from shared.errors import Rejected
-from shared.job import ReplaySection
+from shared.job_actor import ReplaySection
 from shared.messages import SamplingParams, TrainingBatch, TrainingSample
 from shared.models.deepseek_v4 import reference
 from shared.models.deepseek_v4.architecture import Architecture

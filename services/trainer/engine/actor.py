@@ -45,7 +45,8 @@ from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.packing import MicroBatch, ScoredSequence, context_part, num_guessed, pack
 from shared.errors import Rejected
-from shared.job import Job, OptimizerSection, ReplaySection, expand_path
+from shared.job import Job, expand_path
+from shared.job_actor import OptimizerSection, ReplaySection
 from shared.job_algorithm import AlgorithmSection, CorrectionSection
 from shared.messages import TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.architecture import Architecture

@@ -16,7 +16,7 @@ from services.trainer.engine.published import holding_version
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.models.deepseek_v4.trace import Trace
 from services.trainer.packing import ScoredSequence
-from shared.job import ReplaySection
+from shared.job_actor import ReplaySection
 from shared.messages import TrainingSample
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.parity.trace import TraceRounding

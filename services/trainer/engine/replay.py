@@ -13,7 +13,7 @@ from torch import Tensor
 from services.trainer.models.deepseek_v4.trace import Routes
 from services.trainer.packing import MicroBatch
 from shared.errors import Rejected
-from shared.job import ReplaySection
+from shared.job_actor import ReplaySection
 from shared.messages import TrainingSample
 from shared.models.deepseek_v4.architecture import C4_RATIO, Architecture
 from shared.routes import (

@@ -15,7 +15,7 @@ from services.trainer.loss.advantages import token_advantages
 from services.trainer.loss.aggregation import sample_of_token, usable_logprobs
 from services.trainer.packing import ScoredSequence
 from shared.errors import Rejected
-from shared.job import ReplaySection
+from shared.job_actor import ReplaySection
 from shared.job_algorithm import AlgorithmSection
 from shared.messages import TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.architecture import Architecture

@@ -23,7 +23,8 @@ from services.trainer.recording import RECORDING_FILE
 from services.trainer.warm_up import load_pairs
 from shared.data import DataError, load_rows
 from shared.errors import TandemError
-from shared.job import DataSection, Job, expand_path
+from shared.job import Job, expand_path
+from shared.job_data import DataSection
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.layout import check_layout
 from shared.tokenizer import TOKENIZER_FILE

@@ -10,8 +10,7 @@ from services.trainer.megatron.tracker import MemoryTracker
 from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.packing import ScoredSequence, pack
-from shared.job import OptimizerSection
-from shared.job_actor import OffloadSection
+from shared.job_actor import OffloadSection, OptimizerSection
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.planner.setup import Setup
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from services.trainer.megatron import cpu, offload
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
-from shared.job import OptimizerSection
+from shared.job_actor import OptimizerSection
 
 
 def wrap(model: DeepSeekV4, config: TransformerConfig) -> DistributedDataParallel:

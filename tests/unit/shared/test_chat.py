@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from scripts.byte_tokenizer import build_tokenizer
 from shared.chat import ASSISTANT, BOS, END_THINK, THINK, USER, encode_prompt, graded_text
-from shared.job import PromptFormat
+from shared.job_data import PromptFormat
 from shared.tokenizer import CheckpointTokenizer
 
 

@@ -17,8 +17,7 @@ from services.reward.pool.pool import GradingPool
 from services.reward.pool.requests import Check
 from services.reward.remote import RemoteConfig, RemoteGrader
 from shared.http import HttpClient
-from shared.job import RewardSection
-from shared.job_reward import OverlongSection, RewardPart
+from shared.job_reward import OverlongSection, RewardPart, RewardSection
 from shared.messages import GraderError, Outcome, Score, Timeout, Unparseable
 
 URL = "http://grader/v1/grade"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.data import DataError, load_rows
-from shared.job import DataSection
+from shared.job_data import DataSection
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "data"
 

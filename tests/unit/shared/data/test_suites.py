@@ -8,7 +8,7 @@ import pytest
 
 from shared.data import DataError, load_rows
 from shared.data.suites import SUITES
-from shared.job import DataSection
+from shared.job_data import DataSection
 
 FORMS: list[tuple[str, dict[str, Any], str]] = [
     ("aime-2024", {"ID": "2024-I-1", "Problem": "Find it.", "Solution": "x", "Answer": 73}, "73"),
