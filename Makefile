@@ -56,7 +56,7 @@ $(VENV)/bin/python:
 	@echo "making $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: requirements/services.txt requirements/trainer.txt requirements/megatron.txt requirements/constraints.txt | $(VENV)/bin/python
+$(VENV)/.runtime: requirements/grading.txt requirements/services.txt requirements/trainer.txt requirements/megatron.txt requirements/constraints.txt | $(VENV)/bin/python
 	@echo "installing what the services need into $(VENV) (once, a few minutes)"
 	@$(PIP) -r requirements/services.txt -r requirements/trainer.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/megatron.txt
