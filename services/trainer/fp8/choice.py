@@ -2,7 +2,7 @@
 
 from services.trainer.fp8.emulated import EmulatedFp8
 from services.trainer.fp8.products import EXACT, Products
-from shared.job import ActorSection
+from shared.job_actor import ActorSection
 from shared.quant.policy import ScaleType
 
 

@@ -20,7 +20,7 @@ from services.trainer.fp8.choice import training_products
 from services.trainer.fp8.emulated import EmulatedFp8, plain_round_e4m3
 from services.trainer.fp8.products import EXACT, Products
 from services.trainer.jobs.abilities import lacking
-from shared.job import ActorSection
+from shared.job_actor import ActorSection
 from shared.quant.policy import ScaleType
 from tests.unit.shared.test_job_cluster import make_job
 
