@@ -62,11 +62,12 @@ $(VENV)/.runtime: requirements/grading.txt requirements/services.txt requirement
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/megatron.txt
 	@touch $@
 
-$(SGLANG_VENV)/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-no-deps.txt
+$(SGLANG_VENV)/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-no-deps.txt requirements/sglang-fork.txt
 	@echo "installing SGLang for the CPU into $(SGLANG_VENV) (once, a few minutes, 2.5 GB)"
 	@$(PYTHON) -m venv $(SGLANG_VENV)
 	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/sglang-cpu.txt
 	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu-no-deps.txt
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(SGLANG_VENV)/fork -r requirements/sglang-fork.txt
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime

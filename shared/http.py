@@ -9,7 +9,7 @@ import http.client
 import ssl
 import threading
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -71,6 +71,18 @@ class HttpClient:
         return await self.request(
             "POST", url, json=json, headers=headers, timeout_s=timeout_s, idempotent=idempotent
         )
+
+    async def post_for_lines(self, url: str, json: Any, *, timeout_s: float) -> AsyncIterator[str]:
+        """Lines of an answer as they come; `timeout_s` bounds the wait for each. Never repeated."""
+        try:
+            async with self._client.stream("POST", url, json=json, timeout=timeout_s) as answer:
+                if answer.is_error:
+                    body = (await answer.aread()).decode(errors="replace")
+                    raise HttpFailed("POST", url, answer.status_code, body[:_MAX_ERROR_CHARS])
+                async for line in answer.aiter_lines():
+                    yield line
+        except httpx.TransportError as err:
+            raise HttpFailed("POST", url, None, f"{type(err).__name__}: {err}") from err
 
     async def delete(self, url: str, *, timeout_s: float | None = None) -> Any:
         return await self.request("DELETE", url, timeout_s=timeout_s, idempotent=True)

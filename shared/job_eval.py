@@ -18,6 +18,14 @@ class SuiteSection(Section):
     samples_per_problem: int = Field(8, gt=0)
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0 keeps every token."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Tokens below this share of the likeliest one's probability are left out."""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """This and the next two: for SGLang servers; the embedded engine refuses them."""
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=2)
     max_response_tokens: int = Field(gt=0)
     budgets: list[Annotated[int, Field(gt=0)]] = Field(default_factory=list)
     """Smaller response budgets to report, too; the same samples cut there tell what they were."""

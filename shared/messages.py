@@ -46,8 +46,21 @@ class SamplingParams(Message):
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, description="0 keeps every token")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="tokens below this share of the likeliest one's are left out"
+    )
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=2)
     max_response_tokens: int = Field(gt=0)
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field([], description="none: nothing but the length ends it")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's probability depends on which tokens came before, beyond the model."""
+        return bool(
+            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
+        )
 
 
 class PromptGroup(Message):

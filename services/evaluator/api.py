@@ -5,8 +5,7 @@ from typing import Any, cast
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from services.evaluator.asked import EvalRequest, EvalStatus
-from services.evaluator.requests import Refused, RequestedEvals
+from services.evaluator.requests import EvalRequest, EvalStatus, Refused, RequestedEvals
 
 router = APIRouter(prefix="/v1/evals", tags=["evals"])
 

@@ -158,6 +158,11 @@ def make_plan(
         sampling=SamplingParams(
             temperature=section.temperature,
             top_p=section.top_p,
+            top_k=section.top_k,
+            min_p=section.min_p,
+            frequency_penalty=section.frequency_penalty,
+            presence_penalty=section.presence_penalty,
+            repetition_penalty=section.repetition_penalty,
             max_response_tokens=section.max_response_tokens,
             stop_token_ids=list(tokenizer.stop_token_ids),
         ),

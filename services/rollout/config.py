@@ -39,6 +39,9 @@ class SGLangConfig(Part):
     """Longest time from its start to its first token."""
     extra_arguments: tuple[str, ...] = ()
     """More of its command line, word by word."""
+    stream_interval: int = Field(0, ge=0)
+    """Have completions streamed, an answer every so many tokens, so that those of a server that
+    dies are kept. Each answer carries the whole sequence so far; 0 asks once, at its end."""
 
 
 class RolloutConfig(ServiceConfig):

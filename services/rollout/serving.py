@@ -140,6 +140,7 @@ def server_spec(job: Job, config: SGLangConfig) -> ServerSpec:
         python=config.python,
         log_file=config.log_file,
         extra_arguments=config.extra_arguments,
+        stream_interval=config.stream_interval,
         start_deadline_s=config.start_deadline_s,
         update_deadline_s=job.update.deadline_s,
     )

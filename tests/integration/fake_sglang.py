@@ -6,6 +6,7 @@ seen on real servers: see docs/sglang.md.
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from services.rollout.engine.sglang.checkpoint import read_folder
 from shared.process import free_port
@@ -41,6 +42,8 @@ class FakeServer:
     calls: list[str] = field(default_factory=list)
     url: str = ""
     label: str = "default"
+    breaks_next_stream: bool = False  # in the middle of every sequence
+    asked: list[list[list[int]]] = field(default_factory=list)  # input_ids of each stream
     _weights: dict[str, Any] = field(default_factory=dict)
     _cached: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
     _fault: Fault = "none"
@@ -55,7 +58,9 @@ class FakeServer:
             return await call_next(request)
 
         app.get("/server_info")(self._info)
-        app.get("/health_generate")(self._ok)
+        app.get("/model_info")(self._model)
+        for path in ("/health", "/health_generate"):
+            app.get(path)(self._ok)
         app.post("/generate")(self._generate)
         for path in ("/pause_generation", "/continue_generation", "/abort_request"):
             app.post(path)(self._ok)
@@ -78,6 +83,9 @@ class FakeServer:
 
     async def _info(self) -> dict[str, Any]:
         return {"version": "0.5.23", "tp_size": 1}
+
+    async def _model(self) -> dict[str, Any]:
+        return {"weight_version": self.label, "model_path": "fake", "is_generation": True}
 
     async def _flush(self) -> dict[str, Any]:
         self._cached.clear()
@@ -120,11 +128,31 @@ class FakeServer:
         self._pending = None
         return await self._ok()
 
-    async def _generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _generate(self, body: dict[str, Any]) -> Any:
+        if isinstance(body["input_ids"][0], int):
+            return self._answer(body["input_ids"], body["sampling_params"], body)
+        if body.get("stream"):
+            self.asked.append(body["input_ids"])
+            return StreamingResponse(self._stream(body), media_type="text/event-stream")
         return [
             self._answer(ids, sampling, body)
             for ids, sampling in zip(body["input_ids"], body["sampling_params"], strict=True)
         ]
+
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        """Half of every sequence, then the whole, as SGLang does: each answer from its start."""
+        pairs = list(zip(body["input_ids"], body["sampling_params"], strict=True))
+        for share in (2, 1):
+            for index, (ids, sampling) in enumerate(pairs):
+                num = sampling["max_new_tokens"] // share
+                answer = self._answer(ids, sampling | {"max_new_tokens": num}, body)
+                if share == 2:
+                    answer["meta_info"]["finish_reason"] = None
+                yield f"data: {json.dumps(answer | {'index': index})}\n\n"
+            if self.breaks_next_stream:
+                self.breaks_next_stream = False
+                raise ConnectionResetError
+        yield "data: [DONE]\n\n"
 
     def _answer(
         self, ids: list[int], sampling: dict[str, Any], body: dict[str, Any]

@@ -56,11 +56,11 @@ class Attached:
         await self.versions.activate(manifest, staged, commit, asked_at_s=time.monotonic())
         return number
 
-    async def sample(self) -> list[tuple[int, int]]:
+    async def sample(self, *, num_samples: int = 1) -> list[tuple[int, int]]:
         request = GroupRequest(
             f"request-{next(self.numbers)}",
             np.array(PROBE[0], np.int32),
-            [0],
+            list(range(num_samples)),
             SamplingParams(max_response_tokens=4),
             seed=1,
         )
@@ -69,10 +69,15 @@ class Attached:
 
 @contextlib.asynccontextmanager
 async def attached(
-    fake: FakeServer, folder: Path, *, deadline_s: float = 20.0
+    fake: FakeServer, folder: Path, *, deadline_s: float = 20.0, stream_interval: int = 0
 ) -> AsyncIterator[Attached]:
     async with serving(fake):
-        spec = ServerSpec(str(CHECKPOINT), url=fake.url, update_deadline_s=deadline_s)
+        spec = ServerSpec(
+            str(CHECKPOINT),
+            url=fake.url,
+            update_deadline_s=deadline_s,
+            stream_interval=stream_interval,
+        )
         engine_spec = EngineSpec(Architecture.load(CHECKPOINT), 8, 64, False, 1, server=spec)
         server = Server(engine_spec, spec, log_file=folder / "server.log")
         await server.start(folder)
@@ -97,6 +102,7 @@ async def test_versions_are_replaced_in_each_dialect(dialect: str, tmp_path: Pat
         for at, path in enumerate(calls):
             if path == "/update_weight_version":  # labelled only when the probe has been scored
                 assert calls[at - 1] == "/generate"
+                assert calls[at + 1] == "/model_info"  # and the name is read back
 
 
 FAULTS: list[Fault] = [
@@ -106,6 +112,7 @@ FAULTS: list[Fault] = [
     "refuses",
     "drops_connection",
     "hangs",
+    "labels_nothing",
 ]
 
 
@@ -134,13 +141,14 @@ async def test_post_processing_that_does_nothing_is_refused(tmp_path: Path) -> N
         assert await world.sample() == [(old, 4)]
 
 
-async def test_tokens_with_another_label_are_refused(tmp_path: Path) -> None:
+async def test_tokens_with_another_label_are_refused_and_the_guard_sees_it(tmp_path: Path) -> None:
     async with attached(FakeServer(), tmp_path) as world:
         await world.activate(OLD)
-        world.fake.faults = ["labels_nothing"]
-        await world.activate(NEW)
+        assert await world.versions.is_served()
+        world.fake.forget()  # restarted by somebody else, faster than anybody looked
         with pytest.raises(ServerRefused, match="tokens are of version"):
             await world.sample()
+        assert not await world.versions.is_served()
 
 
 async def test_what_waits_at_the_gate_is_sampled_by_the_new_version(tmp_path: Path) -> None:
@@ -153,6 +161,20 @@ async def test_what_waits_at_the_gate_is_sampled_by_the_new_version(tmp_path: Pa
         assert world.engine.num_running == 0
         world.engine.go_on()
         assert await waiting == [(number, 4)]
+
+
+async def test_what_a_stream_brought_before_it_broke_is_kept(tmp_path: Path) -> None:
+    async with attached(FakeServer(), tmp_path, stream_interval=2) as world:
+        version = await world.activate(OLD)
+        assert await world.sample() == [(version, 4)]
+        world.fake.breaks_next_stream = True
+        sampling = asyncio.create_task(world.sample(num_samples=2))
+        async with asyncio.timeout(20):
+            while world.fake.breaks_next_stream or world.engine.num_running:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        world.engine.open_gate()  # as the guard does once a server is there
+        assert await sampling == [(version, 4)]
+        assert world.fake.asked[-2:] == [[PROBE[0]] * 2, [[*PROBE[0], 7, 7]] * 2]
 
 
 async def test_an_attached_server_that_came_back_is_loaded_again(tmp_path: Path) -> None:

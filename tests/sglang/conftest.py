@@ -13,3 +13,11 @@ def sglang_python() -> str:
     path = Path(python).absolute()
     assert path.exists(), f"{path} does not exist: run `make test-sglang`"
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def sglang_fork(sglang_python: str) -> Path:
+    """The fork that speaks the other dialect; first on PYTHONPATH it stands in for SGLang."""
+    path = Path(sglang_python).parents[1] / "fork"
+    assert (path / "sglang").is_dir(), f"{path} does not exist: run `make test-sglang`"
+    return path

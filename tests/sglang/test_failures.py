@@ -32,6 +32,7 @@ async def world(
         python=sglang_python,
         log_file=str(folder / "server.log"),
         update_deadline_s=15.0,
+        stream_interval=4,
     )
     spec = EngineSpec(Architecture.load(CHECKPOINT), 16, 256, False, 1, server=server)
     async with running_engine(spec) as engine:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from services.rollout.engine.requests import GroupRequest
+from shared.messages import SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
 
 
@@ -10,6 +11,16 @@ def check_request(request: GroupRequest, arch: Architecture, max_tokens: int) ->
     check_tokens(request.prompt_token_ids, arch, max_tokens - 1, "prompt", least=1)
     if not request.samples:
         raise ValueError("num_samples 0 is below 1")
+
+
+def check_no_penalties(sampling: SamplingParams) -> None:
+    """A penalised distribution is no policy that a trainer could score."""
+    if sampling.has_penalties:
+        raise ValueError(
+            f"frequency_penalty {sampling.frequency_penalty:g}, presence_penalty "
+            f"{sampling.presence_penalty:g}, repetition_penalty {sampling.repetition_penalty:g}: "
+            "the embedded engine has no penalties, an SGLang server has"
+        )
 
 
 def check_routes(request: GroupRequest) -> None:

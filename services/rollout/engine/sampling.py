@@ -22,6 +22,7 @@ class Draws:
     temperature: np.ndarray  # float32 [B]
     top_p: np.ndarray  # float32 [B]
     top_k: np.ndarray  # int64 [B], 0 keeps every token
+    min_p: np.ndarray  # float32 [B], 0 keeps every token
     uniform: np.ndarray  # float64 [B] in [0, 1)
 
 
@@ -46,7 +47,7 @@ def sample(logits_BV: Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
     temperature = torch.from_numpy(draws.temperature).to(device).unsqueeze(1)
     logprobs = (logits_BV.float() / temperature).log_softmax(-1)
     shares = logprobs.double().exp_()
-    if (draws.top_k > 0).any() or (draws.top_p < 1).any():
+    if (draws.top_k > 0).any() or (draws.top_p < 1).any() or (draws.min_p > 0).any():
         shares = _truncated(shares, draws)
     cdf = shares.cumsum(-1)
     total = cdf[:, -1]
@@ -66,7 +67,7 @@ def token_logprobs(logits_NV: Tensor, token_ids: Tensor, temperature: float) -> 
 
 
 def _truncated(shares_BV: Tensor, draws: Draws) -> Tensor:
-    """Zero what top-k and top-p leave out; of equal shares the lower token id stays."""
+    """Zero what top-k, top-p and min-p leave out; of equal shares the lower token id stays."""
     device = shares_BV.device
     ordered = shares_BV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(shares_BV.shape[1], device=device)
@@ -76,6 +77,8 @@ def _truncated(shares_BV: Tensor, draws: Draws) -> Tensor:
     before = within.cumsum(-1) - within
     top_p = torch.from_numpy(draws.top_p.astype(np.float64)).to(device).unsqueeze(1)
     kept &= before < top_p * within.sum(-1, keepdim=True)
+    min_p = torch.from_numpy(draws.min_p.astype(np.float64)).to(device).unsqueeze(1)
+    kept &= within >= min_p * within[:, :1]
     return torch.zeros_like(shares_BV).scatter(1, ordered.indices, within * kept)
 
 

@@ -16,7 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.rollout.engine.checks import check_request, check_routes, check_tokens
+from services.rollout.engine.checks import (
+    check_no_penalties,
+    check_request,
+    check_routes,
+    check_tokens,
+)
 from services.rollout.engine.requests import Completion, GroupRequest
 from services.rollout.engine.routes import Recording, RouteTable
 from services.rollout.engine.sampling import Draws, sample, token_logprobs
@@ -113,6 +118,7 @@ class Scheduler:
     def add(self, request: GroupRequest) -> None:
         """Queue a request. ValueError names what is out of bounds."""
         check_request(request, self.model.arch, self.limits.max_tokens)
+        check_no_penalties(request.sampling)
         if self._recording.on and request.with_routes:
             check_routes(request)
         if request.request_id in self._groups:

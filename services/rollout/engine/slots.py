@@ -53,6 +53,7 @@ class SlotTable:
         self._temperature = np.ones(num_slots, np.float32)
         self._top_p = np.ones(num_slots, np.float32)
         self._top_k = np.zeros(num_slots, np.int64)
+        self._min_p = np.zeros(num_slots, np.float32)
         self._stops = np.full((num_slots, 1), -1, np.int64)
         self._spans: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]
         self._span_start = np.zeros(num_slots, np.int64)  # num_tokens when the version came
@@ -74,6 +75,7 @@ class SlotTable:
         self._key[slot] = sample_key(request.seed, request.prompt_index, index)
         self._temperature[slot] = sampling.temperature
         self._top_p[slot], self._top_k[slot] = sampling.top_p, sampling.top_k
+        self._min_p[slot] = sampling.min_p
         self._set_stops(slot, sampling.stop_token_ids)
         self._spans[slot] = []
         if partial := request.partial.get(index):
@@ -101,6 +103,7 @@ class SlotTable:
             self._temperature[slots],
             self._top_p[slots],
             self._top_k[slots],
+            self._min_p[slots],
             uniforms(self._key[slots], self.num_tokens[slots] - self.num_prompt[slots]),
         )
 

@@ -147,7 +147,7 @@ class _Child:
         while True:
             await asyncio.sleep(_GUARD_S)
             async with self._changing:
-                if await self._engine.server.is_well():
+                if await self._engine.server.is_well() and await self._versions.is_served():
                     self._engine.open_gate()  # a call that was lost may have closed it
                     continue
                 if self._versions.restarts >= _MAX_RESTARTS:
@@ -164,7 +164,7 @@ async def serve(channel: SyncChannel, first: Request, folder: Path) -> None:
     server = Server(spec, spec.server, log_file=log_file)
     try:
         try:
-            versions = await started(spec, spec.server, server, folder)
+            versions = await _started(spec, spec.server, server, folder)
         except Exception as err:
             channel.fail(first.id, err)
             raise
@@ -174,10 +174,9 @@ async def serve(channel: SyncChannel, first: Request, folder: Path) -> None:
         await server.stop()
 
 
-async def started(
+async def _started(
     spec: EngineSpec, server_spec: ServerSpec, server: Server, folder: Path
 ) -> Versions:
-    """The server with its own first weights up, or attached to, and what replaces them."""
     if server.is_ours:
         tensors = await asyncio.to_thread(first_tensors, Path(server_spec.checkpoint), spec.arch)
         config = config_of(spec, server_spec)

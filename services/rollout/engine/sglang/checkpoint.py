@@ -29,7 +29,8 @@ def server_config(
     """What config.json says to the server."""
     config = arch.to_config()
     if platform != "cpu":
-        return config
+        # Only a request's own stop tokens end a sample; the server would add the config's.
+        return config | {"eos_token_id": None}
     return {
         "architectures": [EXTERNAL_CLASS],
         "model_type": "llama",

@@ -4,6 +4,8 @@ No call that changes the server is repeated when its answer does not come: what 
 is unknown, and whoever asked decides what becomes of it.
 """
 
+import json
+from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from shared.errors import HttpFailed, TandemError
@@ -38,6 +40,11 @@ class SGLangClient:
         answer = await self._http.get(f"{self.url}/openapi.json", timeout_s=_CONTROL_S)
         return set(answer["paths"])
 
+    async def label_served(self) -> str:
+        """The version's name that its tokens carry."""
+        answer = await self._http.get(f"{self.url}/model_info", timeout_s=_CONTROL_S)
+        return str(answer["weight_version"])
+
     async def is_well(self, *, timeout_s: float) -> bool:
         """Whether the scheduler, not only HTTP, answers in time."""
         try:
@@ -52,6 +59,28 @@ class SGLangClient:
         if not isinstance(answer, list) or len(answer) != len(body["input_ids"]):
             raise ServerRefused(f"/generate of {len(body['input_ids'])} gave {str(answer)[:300]}")
         return answer
+
+    async def stream(
+        self, body: dict[str, Any], *, timeout_s: float
+    ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """The same answers as they grow: (which sequence, all that it has so far)."""
+        url = f"{self.url}/generate"
+        async for line in self._http.post_for_lines(
+            url, body | {"stream": True}, timeout_s=timeout_s
+        ):
+            if line == "data: [DONE]":
+                return
+            if not line.startswith("data: "):
+                continue
+            answer = json.loads(line.removeprefix("data: "))
+            if "error" in answer:
+                raise ServerRefused(f"/generate: {str(answer['error'])[:300]}")
+            yield int(answer.get("index", 0)), answer
+        raise HttpFailed("POST", url, None, "the stream ended before its end was said")
+
+    async def score(self, body: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+        """The same of a body that only asks for log-probabilities."""
+        return await self.generate(body, timeout_s=timeout_s)
 
     async def abort(self, request_id: str) -> None:
         """End one sequence; its answer comes with what it had."""

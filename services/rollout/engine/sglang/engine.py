@@ -13,14 +13,17 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import structlog
 
 from services.rollout.engine.checks import check_request, check_routes, check_tokens
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.generation import (
     Sequence,
+    interrupted,
     request_body,
     score_body,
     scores_of,
@@ -102,7 +105,7 @@ class SGLangEngine:
             return []
         call_id = f"score-{next(self._numbers)}"
         body = score_body(sequences, call_id=call_id)
-        answers = await self.server.client.generate(body, timeout_s=_CALL_S)
+        answers = await self.server.client.score(body, timeout_s=_CALL_S)
         return [scores_of(one, ids) for one, ids in zip(answers, sequences, strict=True)]
 
     async def abort(self, request_id: str) -> None:
@@ -175,8 +178,8 @@ class SGLangEngine:
         self._calls[call_id] = sequences
         self._idle.clear()
         try:
-            answers = await self.server.client.generate(body, timeout_s=_CALL_S)
-            for one, answer in zip(sequences, answers, strict=True):
+            for index, answer in (await self._answers(body, call_id)).items():
+                one = sequences[index]
                 before = len(one.token_ids)
                 one.extend(answer, policy_version=version)
                 if request.with_routes:
@@ -184,11 +187,26 @@ class SGLangEngine:
                     found = expert_ids(answer["meta_info"], ids, self.spec.arch, self.tables)
                     one.keep_routes(found)
                 self.tokens_sampled += len(one.token_ids) - before
-        except HttpFailed as err:
-            # The server is gone; the guard brings another, and the sequences go on from here.
-            log.warning("sglang_call_lost", call=call_id, error=str(err))
-            self._gate.clear()
         finally:
             del self._calls[call_id]
             if not self._calls:
                 self._idle.set()
+
+    async def _answers(self, body: dict[str, Any], call_id: str) -> dict[int, dict[str, Any]]:
+        """What each sequence of a call got; of a call that was lost, what had come by then."""
+        client, server = self.server.client, self.server.spec
+        found: dict[int, dict[str, Any]] = {}
+        try:
+            if server.stream_interval and not body["return_routed_experts"]:
+                async for index, answer in client.stream(body, timeout_s=_CALL_S):
+                    found[index] = answer  # noqa: PERF403  kept when the stream breaks
+            else:
+                found = dict(enumerate(await client.generate(body, timeout_s=_CALL_S)))
+        except HttpFailed as err:
+            # The server is gone; the guard brings another, and the sequences go on from here.
+            log.warning("sglang_call_lost", call=call_id, error=str(err))
+            self._gate.clear()
+            return {index: interrupted(answer) for index, answer in found.items()}
+        if len(found) != len(body["input_ids"]):
+            raise ServerRefused(f"{len(found)} of {len(body['input_ids'])} sequences were answered")
+        return found

@@ -16,6 +16,7 @@ from services.rollout.engine.sglang.client import ServerRefused
 from shared.messages import FinishReason
 from shared.routes import TokenRoutes
 
+_ABORTED = {"type": "abort"}
 _SEED_BITS = 31  # of the server's sampling_seed
 
 
@@ -73,6 +74,12 @@ class Sequence:
         self.expert_ids = found if known is None else np.concatenate([known, found[len(known) :]])
 
 
+def interrupted(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer that was still growing, as one that was aborted there."""
+    meta = answer["meta_info"]
+    return answer | {"meta_info": meta | {"finish_reason": meta["finish_reason"] or _ABORTED}}
+
+
 def finish_reason(reported: dict[str, Any] | None) -> FinishReason:
     """SGLang's reason in our words; ServerRefused for one that has none."""
     kind = (reported or {}).get("type")
@@ -123,6 +130,12 @@ def _sampling(request: GroupRequest, sequence: Sequence, max_new_tokens: int) ->
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        # The server would else stop at the end-of-text token of its config, asked or not.
+        "ignore_eos": not sampling.stop_token_ids,
         "max_new_tokens": max_new_tokens,
         "stop_token_ids": sampling.stop_token_ids,
         "sampling_seed": key >> (64 - _SEED_BITS),

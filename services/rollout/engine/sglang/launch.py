@@ -39,6 +39,8 @@ def launch_of(engine: EngineSpec, server: ServerSpec, *, model: Path, port: int)
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         "--skip-tokenizer-init",
     ]
+    if server.stream_interval:
+        arguments += ["--stream-interval", str(server.stream_interval)]
     if server.max_total_tokens is not None:
         arguments += ["--max-total-tokens", str(server.max_total_tokens)]
     more, variables = _cpu(engine) if server.platform == "cpu" else _gpu(engine, server)
@@ -72,8 +74,6 @@ def _gpu(engine: EngineSpec, server: ServerSpec) -> tuple[list[str], dict[str, s
         # A server compiles what it meets; compiling ahead of that takes minutes at each start.
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
         "SGLANG_DSV4_MHC_PREWARM": "0",
-        # Ours is set for Megatron; the server compiles parts of what it captures.
-        "TORCHDYNAMO_DISABLE": "0",
         "HF_HUB_OFFLINE": "1",
     }
 

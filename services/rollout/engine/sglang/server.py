@@ -12,8 +12,9 @@ from pathlib import Path
 import structlog
 
 from services.rollout.engine.requests import EngineSpec
-from services.rollout.engine.sglang.client import SGLangClient
+from services.rollout.engine.sglang.client import ServerRefused, SGLangClient
 from services.rollout.engine.sglang.launch import MARK, interpreter_of, launch_of
+from services.rollout.engine.sglang.router import RoutedClient, client_of
 from services.rollout.engine.sglang.spec import ServerSpec
 from shared.errors import DeadlineExceeded, HttpFailed, TandemError
 from shared.process import die_with_parent, free_port, kill_marked, prepare_to_fork
@@ -53,8 +54,6 @@ class Server:
         """Start or attach, and wait until it generates."""
         if self.is_ours:
             await self._spawn(model)
-        else:
-            self.client = SGLangClient(self.client.url, token=self.spec.token)
         await self._wait_until_up()
 
     async def restart(self, model: Path) -> None:
@@ -97,17 +96,34 @@ class Server:
         log.info("sglang_started", pid=self._child.pid, model=str(model), log=str(self.log_file))
 
     async def _wait_until_up(self) -> None:
+        """Until it generates; whatever runs at a given URL is asked anew what it is."""
         limit_s = self.spec.start_deadline_s
         began_s = time.monotonic()
         while time.monotonic() - began_s < limit_s:
             if self.has_ended:
                 raise ServerFailed(f"SGLang ended at its start: {self.log_tail()}")
-            if await self._has_generated():
+            if await self._is_reached() and await self._has_generated():
                 seconds = time.monotonic() - began_s
                 log.info("sglang_up", url=self.client.url, seconds=round(seconds, 1))
                 return
             await asyncio.sleep(_POLL_S)
         raise DeadlineExceeded(f"SGLang at {self.client.url} to generate a token", limit_s)
+
+    async def _is_reached(self) -> bool:
+        if self.is_ours:
+            return True
+        await self.client.close()
+        try:
+            self.client = await client_of(self.client.url, self.spec.token)
+        except (HttpFailed, ServerRefused) as err:
+            log.info("sglang_not_reached", url=self.client.url, error=str(err))
+            return False
+        if isinstance(self.client, RoutedClient) and self.spec.transport != "disk":
+            raise ServerFailed(
+                f"{self.client.url} is a router: its workers are updated from disk, "
+                f"not by {self.spec.transport}"
+            )
+        return True
 
     async def _has_generated(self) -> bool:
         body = {

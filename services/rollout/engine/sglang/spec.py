@@ -13,7 +13,6 @@ TransportName = Literal["disk", "tensor", "gloo", "nccl"]
 class Kernels:
     """How each part of the model is computed on a GPU; `kernels.py` says what there is."""
 
-    mhc_prenorm: str = "auto"
     mhc_pre: str = "auto"
     mhc_post: str = "auto"
     attention: str = "auto"
@@ -37,6 +36,7 @@ class ServerSpec:
     python: str | None = None  # interpreter that has SGLang; None: this one
     log_file: str | None = None
     extra_arguments: tuple[str, ...] = ()
+    stream_interval: int = 0  # tokens between two answers of a sequence; 0: one, at its end
     start_deadline_s: float = 600.0
     update_deadline_s: float = 120.0
 

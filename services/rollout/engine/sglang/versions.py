@@ -72,7 +72,7 @@ class Versions:
         self._spec = spec
         self._folder = folder
         self._dialect = dialect
-        self.transport = transport
+        self._transport = transport
 
     @property
     def _server(self) -> Server:
@@ -83,7 +83,7 @@ class Versions:
     ) -> dict[str, Any]:
         """Fields of a CommitResult; WeightsCorrupt with the old version serving."""
         watch = Stopwatch(asked_at_s)
-        candidate = await self._prepare(manifest, staged)
+        candidate = await asyncio.to_thread(self._prepare, manifest, staged)
         watch.lap("load_s")
         try:
             async with self.engine.quiet(hand_over=commit.pause_mode == "abort"):
@@ -119,36 +119,57 @@ class Versions:
             if not self._server.is_ours:  # whoever brought it back did not know this version
                 await self._load(self.good.folder, Disk())
             await self._prove_same(self.good)
-            await self._server.client.label(self.good.policy_version)
+            await self._label(self.good)
         self.engine.open_gate()
 
-    async def _prepare(self, manifest: Manifest, staged: Path) -> Good:
+    async def is_served(self) -> bool:
+        """Whether what the server serves still carries the last proven version's name."""
+        if self.good is None:
+            return True
+        try:
+            found = await self._server.client.label_served()
+        except HttpFailed:
+            return False
+        return found == str(self.good.policy_version)
+
+    async def _label(self, version: Good) -> None:
+        """Name what was proven; ServerRefused when the name is not taken."""
+        client = self._server.client
+        await client.label(version.policy_version)
+        found = await client.label_served()
+        if found != str(version.policy_version):
+            raise ServerRefused(f"labelled {version.policy_version}, and {found} is served")
+
+    def _prepare(self, manifest: Manifest, staged: Path) -> Good:
         """Write the server's folder of a staged version; WeightsCorrupt names what does not fit."""
         arch = self.engine.spec.arch
-        canonical = await asyncio.to_thread(_canonical, arch, manifest, staged)
+        canonical = read_canonical(manifest, staged)
+        try:
+            check_stored(canonical, arch)
+        except CheckpointInvalid as err:
+            raise WeightsCorrupt(f"version {manifest.policy_version}: {err}") from err
         folder = self._folder / f"v{manifest.policy_version:08d}"
         shutil.rmtree(folder, ignore_errors=True)
-        config = config_of(self.engine.spec, self._spec)
-        _, checksum = await asyncio.gather(
-            asyncio.to_thread(write_folder, folder, canonical, config),
-            asyncio.to_thread(checksum_of, arch, canonical),
+        write_folder(folder, canonical, config_of(self.engine.spec, self._spec))
+        return Good(
+            manifest.policy_version, folder, checksum_of(arch, canonical), tables_of(canonical)
         )
-        return Good(manifest.policy_version, folder, checksum, tables_of(canonical))
 
     async def _replace(self, candidate: Good, commit: CommitUpdate, watch: Stopwatch) -> Good:
         """The candidate, proven on the server; the old version is back there if this raises."""
         try:
-            await self._load(candidate.folder, self.transport)
+            await self._load(candidate.folder, self._transport)
             watch.lap("restore_s")
             proven = await self._prove(candidate, commit.probe)
+            await self._label(proven)
         except WeightsCorrupt as err:
             proven = await self._heal(candidate, commit.probe, err)
+            await self._label(proven)
         except Exception as err:
             # Whatever it was, the server is half loaded.
             await self._go_back(f"version {candidate.policy_version}: {err!r}")
             raise WeightsCorrupt(f"version {candidate.policy_version}: {err}") from err
         watch.lap("probe_s")
-        await self._server.client.label(proven.policy_version)
         return proven
 
     async def _load(self, folder: Path, transport: Transport) -> None:
@@ -161,7 +182,7 @@ class Versions:
     async def _prove(self, version: Good, probe: Probe | None) -> Good:
         """Score the probe through the server; WeightsCorrupt beyond its bound."""
         sequences = [] if probe is None else [one.token_ids for one in probe.sequences]
-        scores = await self._scores(sequences)
+        scores = await self.engine.score_now(sequences)
         if probe is not None:
             run_probe(probe, lambda _: scores)
         return replace(version, probe=probe, scores=scores)
@@ -193,22 +214,18 @@ class Versions:
             self.restarts += 1
             await self._server.restart(good.folder)
             await self._prove_same(good)
-        await self._server.client.label(good.policy_version)
+        await self._label(good)
 
     async def _prove_same(self, good: Good) -> None:
         """WeightsCorrupt unless the server scores as it did when this version was proven."""
         if good.probe is None or not good.scores:
             return
-        found = await self._scores([one.token_ids for one in good.probe.sequences])
+        found = await self.engine.score_now([one.token_ids for one in good.probe.sequences])
         delta = float(np.abs(np.concatenate(found) - np.concatenate(good.scores)).mean())
         if not delta <= _SAME_SCORES:
             raise WeightsCorrupt(
                 f"version {good.policy_version} came back with mean |delta log p| {delta:.3g}"
             )
-
-    async def _scores(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """One by one: how a GPU server rounds depends on what it computes in one batch."""
-        return [(await self.engine.score_now([one]))[0] for one in sequences]
 
     def _serve(self, proven: Good) -> None:
         before, self.good = self.good, proven
@@ -216,15 +233,6 @@ class Versions:
         self.engine.tables = proven.tables
         if before is not None:
             shutil.rmtree(before.folder, ignore_errors=True)
-
-
-def _canonical(arch: Architecture, manifest: Manifest, staged: Path) -> dict[str, Tensor]:
-    canonical = read_canonical(manifest, staged)
-    try:
-        check_stored(canonical, arch)
-    except CheckpointInvalid as err:
-        raise WeightsCorrupt(f"version {manifest.policy_version}: {err}") from err
-    return canonical
 
 
 def config_of(engine: EngineSpec, server: ServerSpec) -> dict[str, Any]:

@@ -5,12 +5,21 @@ import torch
 from services.rollout.engine.sampling import Draws, sample, sample_key, token_logprobs, uniforms
 
 
-def draws(num: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0):
+def draws(
+    num: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int = 0,
+) -> Draws:
     keys = np.array([sample_key(seed, 0, i) for i in range(num)], np.uint64)
     return Draws(
         np.full(num, temperature, np.float32),
         np.full(num, top_p, np.float32),
         np.full(num, top_k, np.int64),
+        np.full(num, min_p, np.float32),
         uniforms(keys, np.zeros(num, np.int64)),
     )
 
@@ -66,6 +75,15 @@ def test_top_k_and_top_p_leave_out_the_rest_and_keep_the_logprobs() -> None:
     assert set(tokens.tolist()) == {1, 2}
 
 
+def test_min_p_leaves_out_what_is_far_less_likely_than_the_best() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.14, 0.06]).log().repeat(4000, 1)
+    tokens, logprobs = sample(logits, draws(4000, min_p=0.2))
+    assert set(tokens.tolist()) == {0, 1, 2}
+    assert logprobs == pytest.approx(logits[0].numpy()[tokens], abs=1e-6)
+    tokens, _ = sample(logits, draws(4000, min_p=0.2, top_k=2))
+    assert set(tokens.tolist()) == {0, 1}
+
+
 def test_equal_logits_at_the_edge_of_top_k_keep_the_lower_id() -> None:
     tokens, _ = sample(torch.zeros(500, 6), draws(500, top_k=3))
     assert set(tokens.tolist()) == {0, 1, 2}
@@ -75,7 +93,11 @@ def test_equal_logits_at_the_edge_of_top_k_keep_the_lower_id() -> None:
 def test_extreme_draws_hit_tokens_that_can_be(uniform: float) -> None:
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]])
     extreme = Draws(
-        np.ones(1, np.float32), np.ones(1, np.float32), np.zeros(1, np.int64), np.array([uniform])
+        np.ones(1, np.float32),
+        np.ones(1, np.float32),
+        np.zeros(1, np.int64),
+        np.zeros(1, np.float32),
+        np.array([uniform]),
     )
     tokens, logprobs = sample(logits, extreme)
     assert tokens.tolist() == [1 if uniform == 0 else 2]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import Tensor, nn
 
 from shared.models.deepseek_v4.architecture import Architecture
@@ -73,12 +72,21 @@ class TandemDeepseekV4(nn.Module):
 
 def _sequences(input_ids: Tensor, batch: Any) -> list[Tensor]:
     """Write the new tokens into their slots, then read every sequence back from its slots."""
-    backend = get_attn_backend()
-    slots = backend.token_to_kv_pool.get_key_buffer(0)
+    pools = _pools(batch)
+    slots = pools.token_to_kv_pool.get_key_buffer(0)
     slots[batch.out_cache_loc, 0, 0] = input_ids.to(slots.dtype)
-    table = backend.req_to_token_pool.req_to_token
+    table = pools.req_to_token_pool.req_to_token
     places = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
     return [slots[table[row, :length].long(), 0, 0].round().long() for row, length in places]
+
+
+def _pools(batch: Any) -> Any:
+    """Who holds the cache pools: the batch itself in forks of before 0.5.21, its backend since."""
+    if getattr(batch, "token_to_kv_pool", None) is not None:
+        return batch
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    return get_attn_backend()
 
 
 def _new_tokens(batch: Any) -> list[int]:

@@ -1,6 +1,7 @@
 """A server's answers become completions exactly, or are refused."""
 
 import base64
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,33 @@ def test_a_partial_completion_goes_on_from_its_tokens() -> None:
         body["sampling_params"][0]["sampling_seed"] != body["sampling_params"][1]["sampling_seed"]
     )
     assert not body["rid"][0].startswith(body["rid"][1])
+
+
+def test_all_sampling_parameters_reach_the_server() -> None:
+    sampling = SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        frequency_penalty=0.2,
+        presence_penalty=-0.3,
+        repetition_penalty=1.1,
+        max_response_tokens=4,
+        stop_token_ids=[1, 2],
+    )
+    asked = replace(request(), sampling=sampling)
+    body = request_body(asked, [Sequence(0)], call_id="r/1", context_length=64)
+    found = dict(body["sampling_params"][0])
+    assert 0 <= found.pop("sampling_seed") < 2**31
+    assert found.pop("max_new_tokens") == 4
+    assert found.pop("ignore_eos") is False
+    assert found == sampling.model_dump(exclude={"max_response_tokens"})
+
+
+def test_without_stop_tokens_the_servers_own_end_no_sample() -> None:
+    asked = replace(request(), sampling=SamplingParams(max_response_tokens=4))
+    body = request_body(asked, [Sequence(0)], call_id="r/1", context_length=64)
+    assert body["sampling_params"][0]["ignore_eos"] is True
 
 
 def test_the_context_bounds_what_is_asked_for() -> None:

@@ -1,0 +1,138 @@
+"""Several servers behind SGLang's router: it spreads what is sampled, we change each server itself.
+
+The router forwards a sequence to one of its workers and nothing else of use: an update, a pause, a
+flush or a label that it forwarded would reach one server of many. So those go to every worker that
+it names, and a version is proven on every one.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from services.rollout.engine.sglang.client import PauseMode, ServerRefused, SGLangClient
+from shared.errors import HttpFailed
+from shared.http import HttpClient
+
+SAME_SCORES = 1e-3  # mean |delta log p| between two workers of one version
+_ASK_S = 20.0
+T = TypeVar("T")
+
+
+async def client_of(url: str, token: str | None) -> SGLangClient:
+    """Of a server, or of a router with all its workers. HttpFailed when nobody answers."""
+    async with HttpClient(token=token, attempts=1) as http:
+        try:
+            answer = await http.get(f"{url.rstrip('/')}/workers", timeout_s=_ASK_S)
+        except HttpFailed as err:
+            if err.status not in (404, 405):
+                raise
+            return SGLangClient(url, token=token)
+    urls = [str(worker["url"]) for worker in answer["workers"] if worker.get("is_healthy")]
+    if not urls:
+        raise ServerRefused(f"the router at {url} has no healthy worker")
+    return RoutedClient(url, urls, token=token)
+
+
+class RoutedClient(SGLangClient):
+    """One client of many servers. A call to all of them fails when one fails, after all ended."""
+
+    def __init__(self, url: str, workers: list[str], *, token: str | None = None) -> None:
+        super().__init__(url, token=token)
+        self.workers = [SGLangClient(one, token=token) for one in sorted(workers)]
+
+    async def close(self) -> None:
+        await super().close()
+        await self._all(lambda worker: worker.close())
+
+    async def info(self) -> dict[str, Any]:
+        """Of the first worker; ServerRefused when another runs another version."""
+        found = await self._all(lambda worker: worker.info())
+        versions = {str(one.get("version")) for one in found}
+        if len(versions) > 1:
+            raise ServerRefused(f"workers of {self.url} run SGLang {sorted(versions)}")
+        return found[0]
+
+    async def endpoints(self) -> set[str]:
+        """What every worker has."""
+        return set.intersection(*await self._all(lambda worker: worker.endpoints()))
+
+    async def label_served(self) -> str:
+        """The one that all carry, or all that there are."""
+        found = await self._all(lambda worker: worker.label_served())
+        return ", ".join(sorted(set(found)))
+
+    async def is_well(self, *, timeout_s: float) -> bool:
+        return all(await self._all(lambda worker: worker.is_well(timeout_s=timeout_s)))
+
+    async def generate(self, body: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+        """Each sequence is a call of its own: the router takes no others, and may spread them."""
+        url = f"{self.url}/generate"
+        calls = [self._http.post(url, one, timeout_s=timeout_s) for one in _one_by_one(body)]
+        answers = await _each(calls)
+        # A router may wrap the answer of one sequence in a list of one.
+        return [one[0] if isinstance(one, list) else one for one in answers]
+
+    async def stream(
+        self, body: dict[str, Any], *, timeout_s: float
+    ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """Whole answers: the calls are one sequence long, and each is lost alone."""
+        for index, answer in enumerate(await self.generate(body, timeout_s=timeout_s)):
+            yield index, answer
+
+    async def score(self, body: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+        """By every worker; ServerRefused names the one that does not agree with the first."""
+        found = await self._all(lambda worker: worker.score(body, timeout_s=timeout_s))
+        first = _scores(found[0])
+        for worker, answers in zip(self.workers[1:], found[1:], strict=True):
+            delta = float(np.abs(_scores(answers) - first).mean())
+            if not delta <= SAME_SCORES:
+                raise ServerRefused(
+                    f"{worker.url} and {self.workers[0].url} score one version differently: "
+                    f"mean |delta log p| {delta:.3g}"
+                )
+        return found[0]
+
+    async def abort(self, request_id: str) -> None:
+        await self._all(lambda worker: worker.abort(request_id))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._all(lambda worker: worker.pause(mode))
+
+    async def go_on(self) -> None:
+        await self._all(lambda worker: worker.go_on())
+
+    async def flush(self) -> None:
+        await self._all(lambda worker: worker.flush())
+
+    async def label(self, policy_version: int) -> None:
+        await self._all(lambda worker: worker.label(policy_version))
+
+    async def change(self, path: str, body: dict[str, Any], *, timeout_s: float) -> None:
+        await self._all(lambda worker: worker.change(path, body, timeout_s=timeout_s))
+
+    async def _all(self, ask: Callable[[SGLangClient], Awaitable[T]]) -> list[T]:
+        return await _each([ask(worker) for worker in self.workers])
+
+
+async def _each(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """All answers, once every call has ended; the first failure is raised then."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    failed = next((one for one in answers if isinstance(one, BaseException)), None)
+    if failed is not None:
+        raise failed
+    return [one for one in answers if not isinstance(one, BaseException)]
+
+
+def _one_by_one(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The body of a batch as bodies of one sequence."""
+    listed = {key: value for key, value in body.items() if isinstance(value, list)}
+    shared = {key: value for key, value in body.items() if key not in listed}
+    size = len(body["input_ids"])
+    return [shared | {key: value[at] for key, value in listed.items()} for at in range(size)]
+
+
+def _scores(answers: list[dict[str, Any]]) -> np.ndarray:
+    pairs = (pair for one in answers for pair in one["meta_info"]["input_token_logprobs"][1:])
+    return np.array([np.nan if pair[0] is None else pair[0] for pair in pairs], np.float64)
