@@ -62,9 +62,7 @@ class Unusable:
 
 def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[float, ...] | Unusable:
     """The rewards of a group's samples, or why it is not trained on."""
-    zero_unparseable = job.reward.unscored == "zero"
-    found = [_reward(one, zero_unparseable=zero_unparseable) for one in scored.outcomes]
-    graded = tuple(reward for reward in found if reward is not None)
+    graded = graded_rewards(scored, job=job)
     oldest = oldest_version(scored)
     if any(rollout.finish_reason == "abort" for rollout in scored.group.rollouts):
         return Unusable("aborted", graded)
@@ -74,7 +72,7 @@ def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[floa
         return Unusable("too_old", graded)
     if _bad_logprob_share(scored.group.rollouts) > job.algorithm.max_bad_logprob_share:
         return Unusable("bad_logprobs", graded)
-    if len(graded) < len(found):
+    if len(graded) < len(scored.outcomes):
         return Unusable(_unscored_reason(scored.outcomes), graded)
     all_truncated = all(rollout.finish_reason == "length" for rollout in scored.group.rollouts)
     if all_truncated and job.algorithm.truncated == "leave_out":
@@ -82,6 +80,13 @@ def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[floa
     if job.sampling.dynamic and max(graded) - min(graded) <= MIN_REWARD_SPREAD:
         return Unusable("all_truncated" if all_truncated else _no_variance_reason(graded), graded)
     return graded
+
+
+def graded_rewards(scored: ScoredGroup, *, job: Job) -> tuple[float, ...]:
+    """What those samples earned that have a score."""
+    zero_unparseable = job.reward.unscored == "zero"
+    found = [_reward(one, zero_unparseable=zero_unparseable) for one in scored.outcomes]
+    return tuple(reward for reward in found if reward is not None)
 
 
 def oldest_version(scored: ScoredGroup) -> int | None:
@@ -134,6 +139,7 @@ def batch_facts(
         "tokens": sum(len(sample.token_ids) for sample in batch.samples),
         "response_tokens": sum(lengths),
         "empty_responses": lengths.count(0),
+        "graded_samples": num_graded,
         "reward_raw": (math.fsum(rewards) + reward_sum) / num_graded if num_graded else None,
         "reward_trained": math.fsum(rewards) / len(rewards),
         "response_tokens_mean": sum(lengths) / len(lengths),

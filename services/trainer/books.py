@@ -35,6 +35,11 @@ _GROUP = (
     "SELECT draw, group_id, state, min_policy_version, step, reason, times_fed, arrived"
     " FROM groups "
 )
+# Why groups came for a step and could not be used: not those dropped before they came.
+_UNUSABLE = (
+    "SELECT reason, COUNT(*) FROM groups WHERE during_step >= ? AND during_step <= ?"
+    " AND reason NOT IN ('surplus', 'buried', 'lost', 'refused') GROUP BY reason ORDER BY reason"
+)
 
 
 class Books:
@@ -47,6 +52,7 @@ class Books:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(SCHEMA)
+        self._closed_step = 0  # the newest step whose groups are chosen
 
     def close(self) -> None:
         with self._lock:
@@ -81,27 +87,27 @@ class Books:
         rewards: Sequence[float] | None = None,
     ) -> None:
         """Give the slot of an open group back; `rewards` are its graded samples if it arrived."""
-        arrived = rewards is not None
         with self._writing():
             changed = self._db.execute(
-                "UPDATE groups SET state = 'dropped', reason = ?, arrived = arrived OR ?,"
-                " during_step = ?, reward_sum = ?, num_rewards = ?"
+                "UPDATE groups SET state = 'dropped', reason = ?"
                 " WHERE group_id = ? AND state = 'open'",
-                (
-                    reason,
-                    arrived,
-                    self.last_step() + 1 if arrived else None,
-                    math.fsum(rewards or ()),
-                    len(rewards or ()),
-                    group_id,
-                ),
+                (reason, group_id),
             ).rowcount
             if changed != 1:
                 raise BooksViolated(f"{group_id} cannot be dropped ({reason}): it is not open")
+            if rewards is not None:
+                self._count_rewards(group_id, rewards)
             self._note_event(event)
 
+    def close_collection(self, step: int) -> DroppedGroups:
+        """`dropped_during` for good: what comes from here on, even before the step's batch is
+        committed, belongs to the next step."""
+        with self._lock:
+            self._closed_step = step
+            return self.dropped_during(step)
+
     def dropped_during(self, step: int) -> DroppedGroups:
-        """What arrived and was dropped while the groups of `step` were collected."""
+        """What arrived while the groups of `step` were collected and is dropped, also before."""
         with self._lock:
             row = self._db.execute(
                 "SELECT COUNT(*), COALESCE(SUM(reward_sum), 0.0), COALESCE(SUM(num_rewards), 0)"
@@ -111,27 +117,20 @@ class Books:
         return DroppedGroups(*row)
 
     def num_unusable_during(self, step: int) -> int:
-        """Of those, the ones that `step` could not use; surplus of the step before is no such."""
-        query = "SELECT COUNT(*) FROM groups WHERE during_step = ? AND reason != 'surplus'"
-        return int(self._one(query, step))
+        """Of those, the ones that came for `step` and could not be used by it."""
+        return sum(self.reasons_during(step).values())
 
     def reasons_during(self, step: int) -> dict[str, int]:
         """Why the groups that came for `step` could not be used."""
-        with self._lock:
-            rows = self._db.execute(
-                "SELECT reason, COUNT(*) FROM groups WHERE during_step = ? AND reason != 'surplus'"
-                " GROUP BY reason ORDER BY reason",
-                (step,),
-            ).fetchall()
-        return {str(reason): int(number) for reason, number in rows}
+        return self._unusable(step, step)
 
-    def note_arrival(self, group_id: str) -> bool:
-        """Whether this is the first time that a result of the group arrives."""
+    def note_late(self, group_id: str, rewards: Sequence[float]) -> bool:
+        """Count what a dropped group earned if this is the first time that it arrives."""
         with self._writing():
-            changed = self._db.execute(
-                "UPDATE groups SET arrived = 1 WHERE group_id = ? AND arrived = 0", (group_id,)
-            ).rowcount
-        return changed == 1
+            is_first = self._one("SELECT arrived = 0 FROM groups WHERE group_id = ?", group_id)
+            if is_first:
+                self._count_rewards(group_id, rewards)
+        return bool(is_first)
 
     def note_fed_again(self, group_id: str) -> None:
         with self._writing():
@@ -172,13 +171,8 @@ class Books:
         """Of the groups that came for the newest steps, and in time, the share that was trained."""
         since = self.last_step() - num_steps
         trained = int(self._one("SELECT COUNT(*) FROM groups WHERE step > ?", since))
-        unusable = int(
-            self._one(
-                "SELECT COUNT(*) FROM groups WHERE during_step > ?"
-                " AND reason NOT IN ('too_old', 'surplus', 'routes_lost')",
-                since,
-            )
-        )
+        reasons = self._unusable(since + 1, self.last_step() + 1)
+        unusable = sum(n for why, n in reasons.items() if why not in ("too_old", "routes_lost"))
         return trained / (trained + unusable) if trained else 1.0
 
     # Steps and the redo log
@@ -191,19 +185,22 @@ class Books:
         group_ids: Sequence[str],
         policy_version: int,
         batch_facts: Mapping[str, Any],
+        rewards: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         """Count the groups as trained and keep their batch for redo: both or neither.
 
-        `policy_version` is the one that this step makes; without a body it makes none.
+        `policy_version` is the one that this step makes; without a body it makes none. `rewards`
+        are each group's graded samples.
         """
         with self._writing():
             if step != self.last_step() + 1:
                 raise BooksViolated(f"step {step} cannot follow step {self.last_step()}")
             for group_id in group_ids:
+                earned = rewards.get(group_id, ()) if rewards else ()
                 changed = self._db.execute(
-                    "UPDATE groups SET state = 'trained', step = ?, arrived = 1"
-                    " WHERE group_id = ? AND state = 'open'",
-                    (step, group_id),
+                    "UPDATE groups SET state = 'trained', step = ?, arrived = 1,"
+                    " reward_sum = ?, num_rewards = ? WHERE group_id = ? AND state = 'open'",
+                    (step, math.fsum(earned), len(earned), group_id),
                 ).rowcount
                 if changed != 1:
                     raise BooksViolated(f"{group_id} cannot be trained by step {step}: not open")
@@ -233,12 +230,17 @@ class Books:
                 self._note_event(event)
 
     def refuse_step(self, step: int, *, reason: str, events: Iterable[Event]) -> None:
-        """Undo the newest batch, which the ranks would not train: its groups become dropped."""
+        """Undo the newest batch, which the ranks would not train: its groups become dropped.
+
+        What they earned counts in the step that is taken instead, which has the same number.
+        """
         with self._writing():
             if step != self.last_step() or self.steps(step)[0].result is not None:
                 raise BooksViolated(f"step {step} cannot be refused any more")
+            self._closed_step = step - 1
             self._db.execute(
-                "UPDATE groups SET state = 'dropped', step = NULL, reason = ? WHERE step = ?",
+                "UPDATE groups SET state = 'dropped', step = NULL, reason = ?, during_step = step"
+                " WHERE step = ?",
                 (reason, step),
             )
             self._db.execute("DELETE FROM redo WHERE step = ?", (step,))
@@ -354,6 +356,19 @@ class Books:
                     self._db.execute("ROLLBACK")
                 raise
 
+    def _count_rewards(self, group_id: str, rewards: Sequence[float]) -> None:
+        """What a group's samples earned, once it has arrived, in the step being collected."""
+        self._db.execute(
+            "UPDATE groups SET arrived = 1, during_step = ?, reward_sum = ?, num_rewards = ?"
+            " WHERE group_id = ?",
+            (
+                max(self.last_step(), self._closed_step) + 1,
+                math.fsum(rewards),
+                len(rewards),
+                group_id,
+            ),
+        )
+
     def _note_event(self, event: Event) -> None:
         self._db.execute("INSERT INTO journal(body) VALUES (?)", (event.model_dump_json(),))
 
@@ -363,6 +378,11 @@ class Books:
         if row is None:
             raise BooksViolated(f"nothing found by {query} {parameters}")
         return row[0]
+
+    def _unusable(self, first: int, last: int) -> dict[str, int]:
+        with self._lock:
+            rows = self._db.execute(_UNUSABLE, (first, last)).fetchall()
+        return {str(reason): int(number) for reason, number in rows}
 
     def _groups(self, query: str, *parameters: Any) -> list[Group]:
         with self._lock:

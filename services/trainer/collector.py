@@ -15,7 +15,13 @@ import structlog
 from redis.asyncio import Redis
 
 from services.trainer.admission import Admission, Progress
-from services.trainer.batches import KeptGroup, Unusable, judge, outcome_counts
+from services.trainer.batches import (
+    KeptGroup,
+    Unusable,
+    graded_rewards,
+    judge,
+    outcome_counts,
+)
 from services.trainer.books import Books
 from services.trainer.entries import Group
 from services.trainer.events import EventLog, EventMaker
@@ -134,6 +140,11 @@ class Collector:
             await self._session.ack([group.entry_id for group in groups])
         await self._routes.forget([group.scored.group for group in groups])
 
+    async def drop_kept(self, *, reason: str) -> None:
+        """Drop what came and was not taken."""
+        kept = [entry for name in self._kept if (entry := self._books.group(name))]
+        await self.drop(kept, reason=reason)
+
     async def drop(self, entries: Sequence[Group], *, reason: str, **fields: object) -> None:
         """Drop those of the groups that are open, wherever they are."""
         names = [entry.group_id for entry in entries if self._is_open(entry.group_id)]
@@ -250,8 +261,14 @@ class Collector:
     async def _refuse_again(
         self, session: Session, delivery: Delivery, scored: ScoredGroup, entry: Group
     ) -> None:
-        """Ack what was settled before: a duplicate, or the first arrival of a dropped group."""
-        if self._books.note_arrival(entry.group_id):
+        """Ack what was settled before: a duplicate, or the first arrival of a dropped group.
+
+        What the latter earned counts like any other reward: only so is the raw curve unbiased.
+        """
+        rewards = graded_rewards(scored, job=self._source.job)
+        if entry.state == "dropped" and self._books.note_late(entry.group_id, rewards):
+            if self._recording is not None:
+                self._recording.keep_group(scored)
             log.info("late_group_ignored", group_id=entry.group_id, reason=entry.reason)
             self._settled.labels("late").inc()
         else:

@@ -83,9 +83,12 @@ class Conductor:
         await p.feeder.fill()
         with watch.part("wait"):
             groups = await self._collect()
+        is_last_use = self._is_last_use
         with watch.part("pack"):
+            if is_last_use:
+                await p.collector.drop_kept(reason="surplus")  # they count in this step's reward
             step = await self._commit(groups)
-        if p.admission.max_lag == 0 and self._steps.is_training:  # what is out is of an old version
+        if is_last_use:
             await p.collector.drop(p.books.open_groups(), reason="surplus")
         await p.feeder.fill()
         if self._steps.is_training and p.drift.is_due(step):
@@ -126,11 +129,18 @@ class Conductor:
         except StepStarved as err:
             raise JobPaused(str(err)) from err
 
+    @property
+    def _is_last_use(self) -> bool:
+        """Whether what this step leaves is of no use: of an old version, or there is no other."""
+        p = self.parts
+        is_outdated = p.admission.max_lag == 0 and self._steps.is_training
+        return is_outdated or p.progress.steps_left == 1
+
     async def _commit(self, groups: Sequence[KeptGroup]) -> int:
         """Make the batch durable; from here on its groups count as trained."""
         p = self.parts
         batch = self._steps.batch(groups)
-        dropped = p.books.dropped_during(batch.step)
+        dropped = p.books.close_collection(batch.step)
         self._on_point("packed")
         step = await self._steps.commit_groups(batch, groups, dropped)
         p.exporter.settle_probe(batch)

@@ -80,6 +80,9 @@ class Replayer:
         job, kept = self.parts.job, []
         oldest = step.policy_version - job.algorithm.max_lag
         for name in step.group_ids:
+            entry = self.parts.books.group(name)
+            if entry is not None and entry.state == "dropped":  # in a step that was refused
+                continue
             scored = recording.group(name)
             verdict = judge(scored, job=job, oldest_trainable=oldest)
             if isinstance(verdict, Unusable):

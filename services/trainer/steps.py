@@ -5,7 +5,7 @@ commit ─> train ─> tell        refused by the ranks ─> undone in the books
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import structlog
@@ -84,10 +84,16 @@ class StepTaker:
         facts = batch_facts(
             batch, groups, reward_sum=dropped.reward_sum, num_rewards=dropped.num_rewards
         )
-        return await self.commit(batch, facts, dropped)
+        rewards = {group.group_id: group.rewards for group in groups}
+        return await self.commit(batch, facts, dropped, rewards=rewards)
 
     async def commit(
-        self, batch: TrainingBatch, facts: dict[str, Any], dropped: DroppedGroups
+        self,
+        batch: TrainingBatch,
+        facts: dict[str, Any],
+        dropped: DroppedGroups,
+        *,
+        rewards: Mapping[str, Sequence[float]] | None = None,
     ) -> int:
         """Make the batch durable."""
         p = self.parts
@@ -109,6 +115,7 @@ class StepTaker:
             group_ids=batch.group_ids,
             policy_version=made,
             batch_facts=facts,
+            rewards=rewards,
         )
         p.progress.step = batch.step
         p.progress.policy_version = made

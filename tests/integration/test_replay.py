@@ -35,6 +35,7 @@ class Replay:
     def __init__(self, redis: Redis, run_dir: Path, recorded: Path, **sections: Any) -> None:
         self.history: list[tuple[int, list[str]]] = []
         self.faults: list[str] = []
+        self.refuse_steps: set[int] = set()
         self.ranks: FakeRanks | None = None
         self.run_dir = run_dir
         run_dir.mkdir()
@@ -44,7 +45,7 @@ class Replay:
 
     def replayer(self) -> Replayer:
         async def start() -> FakeRanks:
-            self.ranks = FakeRanks(self.history, self.faults, set())
+            self.ranks = FakeRanks(self.history, self.faults, self.refuse_steps)
             return self.ranks
 
         parts = assemble(
@@ -124,6 +125,19 @@ async def test_a_replay_that_dies_goes_on_and_one_that_is_paused_resumes(
         await paused.run()
     await paused.close("paused", error="paused on request")
     assert (await again.run()).weights == world.ranks.weights
+
+
+async def test_a_replay_whose_step_was_refused_cannot_take_its_groups_again(
+    redis: Redis, tmp_path: Path
+) -> None:
+    await record(redis, tmp_path / "run")
+    again = Replay(redis, tmp_path / "again", tmp_path / "run")
+    again.refuse_steps.add(2)
+    with pytest.raises(JobPaused, match="step 2 was refused"):
+        await again.run()
+    with pytest.raises(RecordingUnreadable, match="step 2: none of its groups can be trained"):
+        await again.run()
+    assert [step for step, _ in again.history] == [1, 1]  # replayed from its redo log
 
 
 async def test_a_replay_of_too_little_says_so(redis: Redis, tmp_path: Path) -> None:

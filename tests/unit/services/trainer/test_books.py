@@ -140,8 +140,18 @@ def test_redo_log_names_missing_batches(books: Books) -> None:
 
 
 def test_refused_step_drops_its_groups(books: Books) -> None:
-    commit(books, 1, open_groups(books, 2))
+    first, second = open_groups(books, 2)
+    books.commit_batch(
+        1,
+        body=b"",
+        group_ids=[first, second],
+        policy_version=1,
+        batch_facts={},
+        rewards={first: [1.0, 0.0], second: [0.5]},
+    )
+    assert books.dropped_during(1) == DroppedGroups(0, 0.0, 0)
     books.refuse_step(1, reason="bad_logprobs", events=[event()])
+    assert books.dropped_during(1) == DroppedGroups(2, 1.5, 3)
     assert books.last_step() == 0
     assert books.redo_steps(0) == []
     assert books.counts()["dropped:bad_logprobs"] == 2
@@ -151,10 +161,26 @@ def test_refused_step_drops_its_groups(books: Books) -> None:
         books.refuse_step(1, reason="bad_logprobs", events=[])
 
 
-def test_first_arrival_is_told_from_later_ones(books: Books) -> None:
-    (group_id,) = open_groups(books, 1)
-    assert books.note_arrival(group_id)
-    assert not books.note_arrival(group_id)
+def test_first_arrival_of_a_dropped_group_counts_and_later_ones_do_not(books: Books) -> None:
+    early, late = open_groups(books, 2)
+    drop(books, early)
+    books.drop_group(late, reason="lost", event=event())
+    assert not books.note_late(early, [1.0])
+    assert books.note_late(late, [1.0, 0.5])
+    assert not books.note_late(late, [1.0, 0.5])
+    assert books.dropped_during(1) == DroppedGroups(2, 3.5, 4)
+    assert books.reasons_during(1) == {"no_variance": 1}
+    assert books.usable_share() == 1.0
+
+
+def test_what_is_dropped_after_a_step_was_chosen_belongs_to_the_next(books: Books) -> None:
+    ids = open_groups(books, 3)
+    drop(books, ids[0])
+    assert books.close_collection(1) == DroppedGroups(1, 2.0, 2)
+    drop(books, ids[1])
+    commit(books, 1, ids[2:])
+    assert books.dropped_during(1) == DroppedGroups(1, 2.0, 2)
+    assert books.dropped_during(2) == DroppedGroups(1, 2.0, 2)
 
 
 def test_evaluation_is_closed_once(books: Books) -> None:
