@@ -19,7 +19,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"normalise": "none", "aggregation": "fixed_length"},
     "dapo": {"clip_high": 0.28, "aggregation": "token_mean"},
-    "gspo": {"policy_loss": "sequence_ratio", "clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo": {
+        "policy_loss": "sequence_ratio",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "correction": {"level": "sequence"},
+    },
     "cispo": {
         "policy_loss": "clipped_weight",
         "clip_low": 1.0,
@@ -37,8 +42,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "baseline": "leave_one_out",
         "normalise": "none",
         "aggregation": "fixed_length",
+        "kl": {"estimator": "k1", "place": "reward"},
     },
 }
+ICEPOP_BOUNDS = {"low": 0.5, "high": 5.0}  # Ring-1T, arXiv 2510.18855, section 3.1
 
 
 class CorrectionSection(Section):
@@ -46,13 +53,19 @@ class CorrectionSection(Section):
 
     kind: Literal["none", "tis", "mis", "icepop", "reject"] = "tis"
     """tis: ratios clamped to [low, high]. mis: ratios outside become 0. icepop: mis with both
-    bounds, per token. reject: ratios outside become 0, inside 1."""
+    bounds (0.5 and 5 unless given), per token. reject: ratios outside become 0, inside 1."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Whose ratio: each token's, the product over its response, or the product's R-th root."""
     low: float = Field(0.0, ge=0, le=1)
     high: float = Field(2.0, ge=1)
     veto: float | None = Field(None, gt=0, lt=1)
     """A response with a token whose ratio is below this is not trained on (1e-4 is usual)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_bounds(cls, given: Any) -> Any:
+        is_icepop = isinstance(given, dict) and given.get("kind") == "icepop"
+        return ICEPOP_BOUNDS | given if is_icepop else given
 
     @model_validator(mode="after")
     def _is_known(self) -> Self:
@@ -67,7 +80,8 @@ class CorrectionSection(Section):
 
 
 class KlSection(Section):
-    """The distance to the frozen reference policy: the actor's first weights."""
+    """The distance to the frozen reference policy: the actor's first weights, or what the job's
+    warm-up made of them."""
 
     coefficient: float = Field(0.0, ge=0)
     """0: no reference policy is kept; else one copy of each rank's weights in host memory."""

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from services.trainer.loss.ratios import bounded_ratio
 from services.trainer.loss.segments import mean_of_sample, sum_of_sample
 from shared.job_algorithm import CorrectionSection
 
@@ -28,7 +29,7 @@ def sampler_weights(
     log_ratio = (old - sampler).detach().where(used, 0)
     if correction.kind == "none":
         return used.to(log_ratio.dtype)
-    ratio = torch.exp(_at_level(log_ratio, sample, used, correction.level))
+    ratio = bounded_ratio(_at_level(log_ratio, sample, used, correction.level))
     inside = (ratio >= correction.low) & (ratio <= correction.high)
     if correction.kind == "tis":
         weights = ratio.clamp(correction.low, correction.high)

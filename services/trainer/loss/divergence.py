@@ -5,9 +5,9 @@ With d = reference - policy (log-probabilities): k1 = -d, k2 = d²/2, k3 = e^d -
 its gradient when the tokens are the policy's own.
 """
 
-import torch
 from torch import Tensor
 
+from services.trainer.loss.ratios import bounded_ratio, expm1_continued
 from shared.job_algorithm import KlEstimator
 
 
@@ -22,7 +22,7 @@ def kl_k2(policy: Tensor, reference: Tensor) -> Tensor:
 def kl_k3(policy: Tensor, reference: Tensor) -> Tensor:
     """Never negative."""
     difference = reference - policy
-    return torch.expm1(difference) - difference
+    return expm1_continued(difference) - difference
 
 
 def kl_estimate(policy: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
@@ -45,5 +45,5 @@ def kl_loss(
     """
     estimate = kl_estimate(new, reference, estimator)
     if estimator == "unbiased":
-        return estimate * torch.exp(new - old) * weights
+        return estimate * bounded_ratio(new - old) * weights
     return estimate

@@ -2,7 +2,7 @@
 
 Pure functions of token arrays. All log-probabilities are at the sampling temperature: `new` of the
 actor being trained (only these have a gradient), `old` of the actor at the start of the step,
-`sampler` as the rollout recorded, `reference` of the frozen first policy.
+`sampler` as the rollout recorded, `reference` of the frozen reference policy.
 """
 
 # N response tokens of whole samples

@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from services.trainer.loss.ratios import bounded_ratio
 from services.trainer.loss.segments import mean_of_sample
 from shared.job_algorithm import AlgorithmSection
 
@@ -37,7 +38,7 @@ def clipped_surrogate(
     DAPO's clip-higher (2503.14476, eq. 10). With a response's geometric mean as the ratio of all
     its tokens, whose losses are then averaged over the response: GSPO (2507.18071, eq. 5 and 7).
     """
-    ratio = torch.exp(log_ratio)
+    ratio = bounded_ratio(log_ratio)
     free = ratio * advantages
     bounded = ratio.clamp(low, high) * advantages
     return -torch.minimum(free, bounded), (bounded < free).detach()
@@ -48,7 +49,7 @@ def clipped_weight(
 ) -> tuple[Tensor, Tensor]:
     """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): `-sg(clip(r))·A·new`; no token is without a
     gradient."""
-    ratio = torch.exp(new - old).detach()
+    ratio = bounded_ratio(new - old).detach()
     clipped = (ratio < low) | (ratio > high)
     return -ratio.clamp(low, high) * advantages * new, clipped
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.trainer.loss.advantages import advantages, token_advantages
-from shared.job_algorithm import AlgorithmSection
+from shared.job_algorithm import AlgorithmSection, CorrectionSection
 
 GRPO = AlgorithmSection()
 NAMES = ["grpo", "dr_grpo", "reinforce_plus_plus", "rloo"]
@@ -135,6 +135,49 @@ def test_returns_to_go_without_a_group() -> None:
     np.testing.assert_allclose(found, np.array([0.7, 0.8, -0.1]) - 1.4 / 3)
 
 
+def slow_token_advantages(
+    rewards: list[float], groups: list[str], costs: list[list[float]], algorithm: AlgorithmSection
+) -> list[float]:
+    """Token by token: what is left of the reward from it on, then baseline and spread."""
+    if algorithm.uses_groups:
+        net = [reward - math.fsum(paid) for reward, paid in zip(rewards, costs, strict=True)]
+        lengths = [len(paid) for paid in costs]
+        of_samples = slow_advantages(net, groups, lengths, algorithm)
+        return [value for i, value in enumerate(of_samples) for _ in costs[i]]
+    returns = []
+    for reward, paid in zip(rewards, costs, strict=True):
+        returns += [reward - math.fsum(paid[t:]) for t in range(len(paid))]
+    mean = math.fsum(returns) / len(returns) if algorithm.baseline == "batch_mean" else 0.0
+    centred = [value - mean for value in returns]
+    if algorithm.normalise != "batch_std":
+        return centred
+    middle = math.fsum(centred) / len(centred)
+    spread = math.sqrt(math.fsum((v - middle) ** 2 for v in centred) / len(centred))
+    return [value / spread for value in centred]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "normalise"),
+    [
+        ("group_mean", "group_std"),
+        ("group_mean", "batch_std"),
+        ("group_mean", "none"),
+        ("leave_one_out", "none"),
+        ("batch_mean", "batch_std"),
+        ("batch_mean", "none"),
+        ("none", "none"),
+    ],
+)
+def test_token_advantages_with_costs_equal_their_slow_twin(baseline: str, normalise: str) -> None:
+    rng = np.random.default_rng(8)
+    groups, rewards = [f"g{i // 4}" for i in range(12)], rng.random(12).tolist()
+    costs = [0.3 * rng.normal(size=int(rng.integers(1, 9))) for _ in rewards]
+    algorithm = section(baseline, normalise)
+    found = token_advantages(rewards, groups, costs, algorithm=algorithm)
+    expected = slow_token_advantages(rewards, groups, [one.tolist() for one in costs], algorithm)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_without_costs_token_advantages_are_the_samples(name: str) -> None:
     algorithm = AlgorithmSection(name=name)
@@ -155,6 +198,27 @@ def test_names_fill_in_what_is_not_given() -> None:
     assert again == plus
 
 
+def test_rloo_pays_its_kl_out_of_the_reward() -> None:
+    """As the paper (arXiv 2402.14740, section 2) and TRL's trainer have it; else where told."""
+    given: dict[str, Any] = {"name": "rloo", "kl": {"coefficient": 0.1}}
+    rloo = AlgorithmSection.model_validate(given)
+    assert (rloo.kl.estimator, rloo.kl.place, rloo.kl_in_reward) == ("k1", "reward", True)
+    assert not AlgorithmSection(name="rloo").kl_in_reward
+    given["kl"] |= {"estimator": "k3", "place": "loss"}
+    assert AlgorithmSection.model_validate(given).kl_in_loss
+
+
+def test_corrections_have_their_methods_level_and_bounds() -> None:
+    """A ratio per response is corrected per response; IcePop's bounds are Ring-1T's."""
+    gspo = AlgorithmSection(name="gspo")
+    assert (gspo.correction.kind, gspo.correction.level) == ("tis", "sequence")
+    per_token: dict[str, Any] = {"name": "gspo", "correction": {"level": "token"}}
+    assert AlgorithmSection.model_validate(per_token).correction.level == "token"
+    icepop = CorrectionSection.model_validate({"kind": "icepop"})
+    assert (icepop.low, icepop.high, icepop.level) == (0.5, 5.0, "token")
+    assert CorrectionSection.model_validate({"kind": "icepop", "high": 2.0}).high == 2.0
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -167,7 +231,9 @@ def test_names_fill_in_what_is_not_given() -> None:
         ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "pulls nowhere"),
         ({"kl": {"coefficient": 0.1, "estimator": "unbiased", "place": "reward"}}, "of the loss"),
         ({"correction": {"kind": "icepop", "level": "sequence", "low": 0.5}}, "masks tokens"),
-        ({"correction": {"kind": "icepop"}}, "low 0 do not fit"),
+        ({"correction": {"kind": "icepop", "low": 0.0}}, "low 0 do not fit"),
+        ({"name": "gspo", "correction": {"kind": "icepop"}}, "level 'sequence'"),
+        ({"name": "rloo", "kl": {"coefficient": 0.1, "estimator": "unbiased"}}, "of the loss"),
         ({"correction": {"kind": "none", "veto": 1e-4}}, "veto does nothing"),
         ({"name": "ppo"}, "name"),
         ({"tis": True}, "tis"),

@@ -194,6 +194,56 @@ def test_zero_advantages_give_zero_gradient(mix: str) -> None:
     assert not new.grad.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mix", MIXES)
+def test_extreme_log_probabilities_give_numbers(mix: str, dtype: torch.dtype) -> None:
+    """Ratios of e^±800 between any two of actor, its old self, sampler and reference."""
+    extremes = torch.tensor([0.0, -800.0], dtype=dtype)
+    new, old, sampler, reference = (
+        one.flatten() for one in torch.meshgrid([extremes] * 4, indexing="ij")
+    )
+    for sign in (1.0, -1.0):
+        places = torch.arange(len(new))
+        ones = torch.ones_like(new)
+        batch = TokenBatch(old, sampler, sign * ones, ones / len(new), places // 2, reference)
+        moved = new.clone().requires_grad_()
+        loss = policy_loss(moved, ones, batch, section(**MIXES[mix]))
+        loss.total.backward()
+        assert torch.isfinite(loss.total)
+        assert torch.isfinite(loss.weights).all()
+        assert moved.grad is not None
+        assert torch.isfinite(moved.grad).all()
+
+
+@pytest.mark.parametrize("log_ratio", [-15.0, -4.0, 4.0, 15.0])
+@pytest.mark.parametrize("mix", ["grpo-plain", "gspo", "k3", "unbiased"])
+def test_value_and_gradient_are_exact_inside_the_clamp(mix: str, log_ratio: float) -> None:
+    """One token far from its old self and from the reference, and no clipping in the way."""
+    algorithm = section(**{**MIXES[mix], "clip_low": 1.0, "clip_high": 1e9})
+    old, one = torch.tensor([-20.0], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    batch = TokenBatch(old, old, -one, one, torch.zeros(1, dtype=torch.int64), old - 1)
+
+    def total(new: float) -> float:
+        return slow_loss(torch.tensor([new], dtype=torch.float64), 0 * one, batch, algorithm)
+
+    new = (old + log_ratio).requires_grad_()
+    loss = policy_loss(new, 0 * one, batch, algorithm).total
+    assert loss.item() == pytest.approx(total(new.item()), rel=1e-10)
+    loss.backward()
+    slope = (total(new.item() + 1e-6) - total(new.item() - 1e-6)) / 2e-6
+    assert new.grad is not None
+    assert new.grad.item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
+
+
+def test_a_policy_far_from_its_reference_is_still_pulled_back() -> None:
+    """Beyond the bound k3 goes on as its tangent: upwards to a reference that is far above."""
+    new = torch.tensor([-800.0, -30.0, -1.0], requires_grad=True)
+    reference = torch.tensor([-1.0, -1.0, -800.0])
+    kl_loss(new, new.detach(), reference, torch.ones(3), "k3").sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([1 - math.exp(20), 1 - math.exp(20), 1.0])
+
+
 def test_no_tokens_at_all() -> None:
     empty = torch.zeros(0)
     batch = TokenBatch(None, empty, empty, empty, torch.zeros(0, dtype=torch.int64))
