@@ -16,7 +16,7 @@ ServerState = Literal["idle", "starting", "waiting_for_weights", "serving", "upd
 
 
 class Replica(Message):
-    """One live replica of a service. For rollout servers the last five fields are filled.
+    """One live replica of a service. For rollout servers the last six fields are filled.
 
     `shards_url` is where it serves the weights that it has; of a trainer also.
     """
@@ -30,6 +30,7 @@ class Replica(Message):
     engine: str = ""
     policy_version: int | None = None
     shards_url: str = ""
+    paused: bool = False
 
 
 async def register(redis: Redis, record: Replica) -> None:

@@ -16,6 +16,7 @@ import structlog
 from redis.asyncio import Redis
 
 from services.rollout.config import RolloutConfig
+from services.rollout.peers import Peers
 from services.rollout.serving import Serving, serving_job
 from shared import topology
 from shared.current_job import CurrentJob
@@ -40,6 +41,7 @@ class RolloutServer:
         self.shards = ShardServer(self._find_shard, host=config.host, port=config.shards_port)
         self.changed = asyncio.Event()  # set whenever the record, the gate or the share may differ
         self.num_peers = 1  # servers that take this job's prompts, this one included
+        self._peers = Peers()
         self._current = CurrentJob(redis)
         self._starting = False
         self._trouble: str | None = None
@@ -87,6 +89,7 @@ class RolloutServer:
             engine=serving.job.rollout.engine if serving else "",
             policy_version=serving.policy_version if serving else None,
             shards_url=self.config.url_at(self.shards.port),
+            paused=self.paused,
         )
 
     def unready(self) -> str | None:
@@ -116,7 +119,6 @@ class RolloutServer:
             **self.describe().model_dump(mode="json"),
             "current_version": self._announced_version,
             "held_version": self._held_version,
-            "paused": self.paused,
             "unready": self.unready(),
             "effective_checksum": engine.checksum if engine else None,
             "engine_pid": engine.pid if engine else None,
@@ -245,12 +247,17 @@ class RolloutServer:
             body, holds = await pipe.execute()
         announced = WeightsAnnounced.unpack(body).policy_version if body else None
         held = cast(dict[bytes, bytes], holds).get(self.config.name.encode())
-        peers = await live_replicas(self.redis, "rollout")
-        held_names = {name.decode() for name in holds}
-        taking = [p for p in peers if p.job_id == serving.job_id and p.name not in held_names]
+        num_peers = self._peers.count(
+            await live_replicas(self.redis, "rollout"),
+            job_id=serving.job_id,
+            announced=announced,
+            held={name.decode() for name in holds},
+            patience_s=serving.job.update.deadline_s,
+            now_s=asyncio.get_running_loop().time(),
+        )
         before = (self._announced_version, self._held_version, self.num_peers)
         self._announced_version = announced
         self._held_version = None if held is None else int(held)
-        self.num_peers = max(1, len(taking))
+        self.num_peers = num_peers
         if before != (self._announced_version, self._held_version, self.num_peers):
             self.changed.set()
