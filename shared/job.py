@@ -19,7 +19,7 @@ from shared.job_eval import EvalSection
 from shared.job_proof import AttributionSection, BoundsSection, PreflightSection
 from shared.job_reward import RewardSection
 from shared.job_rollout import RolloutSection, UpdateSection
-from shared.job_sampling import SamplingSection
+from shared.job_sampling import SamplingSection, truncation_warning
 from shared.job_warm_up import WarmUpSection
 from shared.parallel import Layout
 from shared.section import Section
@@ -163,9 +163,13 @@ class Job(Section):
 
     @property
     def warnings(self) -> list[str]:
+        """What a job may say, and its owner should know."""
+        found = []
         if self.eval is None and self.mode == "train":
-            return ["no eval section: the online reward alone is biased by dynamic sampling"]
-        return []
+            found.append("no eval section: the online reward alone is biased by dynamic sampling")
+        if cut := truncation_warning(self.sampling.top_p, self.sampling.top_k):
+            found.append(cut)
+        return found
 
 
 def load_job_file(path: Path) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """The job's `sampling` section: what is asked of the policy, and the bounds of a step's groups."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared.section import Section
 
@@ -13,6 +13,7 @@ class SamplingSection(Section):
     """1 only for a baseline that needs no group, and without dynamic sampling."""
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1, as with `top_k`, training is biased: see the job's warnings."""
     top_k: int = Field(0, ge=0)
     """0 keeps every token."""
     context_length: int = Field(gt=0)
@@ -37,3 +38,21 @@ class SamplingSection(Section):
     extra_samples: int = Field(0, ge=0, le=64)
     """Samples begun beyond samples_per_prompt; a group ends with its first samples_per_prompt
     complete ones. Saves waiting for the longest, and favours short responses."""
+
+    @model_validator(mode="after")
+    def _draws(self) -> Self:
+        if self.top_k == 1:
+            raise ValueError("top_k 1 draws nothing: all samples of a prompt would be equal")
+        return self
+
+
+def truncation_warning(top_p: float, top_k: int) -> str | None:
+    """What a distribution without its tail means for training; None if it is whole."""
+    cuts = [f"top_p {top_p:g}"] * (top_p < 1) + [f"top_k {top_k}"] * (top_k > 0)
+    if not cuts:
+        return None
+    return (
+        f"sampling.{' and '.join(cuts)}: completions are drawn from a truncated distribution, but "
+        "recorded log-probabilities, and so all ratios, are of the whole one at the sampling "
+        "temperature: what is cut off is corrected for by nothing"
+    )

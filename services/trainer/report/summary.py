@@ -13,6 +13,7 @@ from services.trainer.report.curves import Curve, Curves
 from services.trainer.report.drift import Bound, drift_bound
 from services.trainer.report.evaluations import Comparison, Evaluation, compare_to_first
 from services.trainer.report.events import RunEvents, dropped_by_reason
+from shared.job_sampling import truncation_warning
 from shared.statistics import Interval, linear_fit, mean_interval
 
 
@@ -268,6 +269,9 @@ def _warnings(run: RunEvents, job: dict[str, Any], curves: Curves) -> list[str]:
     found: list[str] = []
     if job and job.get("eval") is None:
         found.append("no eval section: the online reward alone is biased by dynamic sampling")
+    sampling = job.get("sampling") or {}
+    if cut := truncation_warning(sampling.get("top_p", 1.0), sampling.get("top_k", 0)):
+        found.append(cut)
     if bad := int(np.nansum(curves.bad_logprobs)):
         found.append(f"{bad} unusable sampler log-probabilities were masked")
     for name, what in (
@@ -276,6 +280,12 @@ def _warnings(run: RunEvents, job: dict[str, Any], curves: Curves) -> list[str]:
     ):
         if events := run.named(name):
             found.append(f"{len(events)} {what}; the last: {events[-1].fields.get('error')}")
+    if events := run.named("pairs_skipped"):
+        told = events[-1].fields
+        found.append(
+            f"{told.get('number')} warm-up pairs were skipped: their prompts have more than "
+            f"{told.get('limit')} tokens"
+        )
     if run.num_unreadable:
         found.append(f"{run.num_unreadable} of {run.num_lines} event lines could not be read")
     return found

@@ -186,6 +186,15 @@ def test_a_job_without_evaluation_is_warned_about(run: Run) -> None:
     assert any("biased by dynamic sampling" in warning for warning in run.summary().warnings)
 
 
+def test_what_a_job_cuts_off_is_warned_about(run: Run) -> None:
+    """A truncated distribution, and pairs of its warm-up that were too long."""
+    run.add("job_started", job={**JOB, "sampling": {"top_p": 0.9}})
+    run.add("pairs_skipped", number=3, first_line=7, longest=80, limit=56)
+    warnings = "\n".join(run.summary().warnings)
+    assert "sampling.top_p 0.9: completions are drawn from a truncated distribution" in warnings
+    assert "3 warm-up pairs were skipped: their prompts have more than 56 tokens" in warnings
+
+
 def test_no_trend_is_claimed_when_the_interval_includes_zero(run: Run) -> None:
     for step, reward in enumerate([0.3, 0.5, 0.2, 0.4, 0.35, 0.3], start=1):
         run.step(step, reward=reward, delta=0.01)
