@@ -74,8 +74,9 @@ def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[floa
         return Unusable("bad_logprobs", graded)
     if len(graded) < len(scored.outcomes):
         return Unusable(_unscored_reason(scored.outcomes), graded)
-    all_truncated = all(rollout.finish_reason == "length" for rollout in scored.group.rollouts)
-    if all_truncated and job.algorithm.truncated == "leave_out":
+    rollouts = scored.group.rollouts
+    all_truncated = all(rollout.finish_reason == "length" for rollout in rollouts)
+    if not any(_is_trained(rollout, job) for rollout in rollouts):  # the rest of them is empty
         return Unusable("all_truncated", graded)
     if job.sampling.dynamic and max(graded) - min(graded) <= MIN_REWARD_SPREAD:
         return Unusable("all_truncated" if all_truncated else _no_variance_reason(graded), graded)
@@ -179,12 +180,14 @@ def _samples(group: KeptGroup, found: npt.NDArray[np.float64], job: Job) -> list
         for rollout, reward, advantage, routes in zip(
             rollouts, group.rewards, found, group.routes or [None] * len(rollouts), strict=True
         )
-        if rollout.oldest_version is not None and not _is_left_out(rollout, job)
+        if _is_trained(rollout, job)
     ]
 
 
-def _is_left_out(rollout: Rollout, job: Job) -> bool:
-    return job.algorithm.truncated == "leave_out" and rollout.finish_reason == "length"
+def _is_trained(rollout: Rollout, job: Job) -> bool:
+    """Whether it has tokens that the job trains on."""
+    left_out = job.algorithm.truncated == "leave_out" and rollout.finish_reason == "length"
+    return rollout.oldest_version is not None and not left_out
 
 
 def _lags(rollouts: Sequence[Rollout], policy_version: int) -> tuple[list[int], list[int]]:

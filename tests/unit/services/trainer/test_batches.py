@@ -187,6 +187,21 @@ def test_truncated_responses_may_be_left_out_but_count_in_the_baseline() -> None
     assert verdict == Unusable("all_truncated", (1.0, 0.0))
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_group_without_a_token_to_train_never_passes(dynamic: bool) -> None:
+    """Only empty responses, whatever they earn; or the others are truncated and left out."""
+    job = make_job(sampling={"dynamic": dynamic}, algorithm={"truncated": "leave_out"})
+    empty = scored(RIGHT, WRONG, lengths=(0, 0))
+    assert judge(empty, job=job, oldest_trainable=0) == Unusable("empty_responses", (1.0, 0.0))
+    cut = scored(RIGHT, WRONG, lengths=(0, 8), finish="length")
+    rollouts = [cut.group.rollouts[0].model_copy(update={"finish_reason": "stop"})]
+    whole = cut.group.model_copy(update={"rollouts": rollouts + cut.group.rollouts[1:]})
+    mixed = cut.model_copy(update={"group": whole})
+    assert judge(mixed, job=job, oldest_trainable=0) == Unusable("all_truncated", (1.0, 0.0))
+    train_all = make_job(sampling={"dynamic": dynamic})
+    assert judge(mixed, job=train_all, oldest_trainable=0) == (1.0, 0.0)
+
+
 def test_raw_reward_counts_dropped_groups_and_trained_reward_does_not() -> None:
     groups = [kept(0.0, 1.0, draw=0), kept(1.0, 1.0, draw=1, version=1, finish="length")]
     batch = build_batch(groups, job=make_job(), job_id="j", step=1, policy_version=3)
