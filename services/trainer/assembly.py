@@ -95,6 +95,7 @@ def assemble(
         run_dir=run_dir,
         keep_checkpoints=job.checkpoint.keep_last,
         keep_every=job.checkpoint.keep_every,
+        reference_step=job.warm_up.steps if job.warm_up and job.algorithm.kl.coefficient else None,
         **own,
     )
     evals = Evaluations(redis, job_id=job_id, job=job, **own)

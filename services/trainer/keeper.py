@@ -46,14 +46,17 @@ class RankKeeper:
         run_dir: Path,
         keep_checkpoints: int,
         keep_every: int | None = None,
+        reference_step: int | None = None,
         record: EventLog,
         events: EventMaker,
     ) -> None:
+        """`reference_step`: the checkpoint of that step has the reference policy, and stays."""
         self._start_ranks = start_ranks
         self._books = books
         self._checkpoints = run_dir / "checkpoints"
         self._keep_checkpoints = keep_checkpoints
         self._keep_every = keep_every
+        self._reference_step = reference_step
         self._unfinished: tuple[int, float] | None = None  # step being saved, since when
         self._record = record
         self._events = events
@@ -131,6 +134,12 @@ class RankKeeper:
         self._unfinished = (step, time.monotonic())
         async with self._turn:
             await self._insist(lambda ranks: ranks.save(step, self._path(step), wait=wait))
+
+    async def save_reference(self) -> None:
+        """Have the reference policy's checkpoint before any later step is taken."""
+        step = self._reference_step
+        if step is not None and step not in dict(self.complete_checkpoints()):
+            await self.save(step)
 
     async def save_if_newer(self, step: int) -> None:
         """Save unless ranks are down or a checkpoint has that step."""
@@ -215,8 +224,11 @@ class RankKeeper:
                     await ranks.stop()
 
     async def _loads(self, ranks: RankSet, path: Path, step: int) -> bool:
+        reference = None
+        if self._reference_step is not None and step > self._reference_step:
+            reference = self._path(self._reference_step)
         try:
-            loaded = await ranks.load(path)
+            loaded = await ranks.load(path, reference)
         except (RemoteError, WeightsCorrupt, Rejected, ValueError) as err:
             log.warning("checkpoint_refused", path=str(path), error=str(err))
             self._record.note(self._events("checkpoint_refused", step=step, error=str(err)))
@@ -237,7 +249,8 @@ class RankKeeper:
     def _forget_older(self) -> None:
         complete = self.complete_checkpoints()
         for step, path in complete[: -self._keep_checkpoints]:
-            if self._keep_every is not None and step % self._keep_every == 0:
+            is_kept = self._keep_every is not None and step % self._keep_every == 0
+            if is_kept or step == self._reference_step:
                 continue
             (path / COMPLETE_FILE).unlink()  # first: half of it is no checkpoint
             shutil.rmtree(path)

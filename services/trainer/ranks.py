@@ -77,7 +77,7 @@ class RankDeadlines(Part):
 class RankSet(Protocol):
     """What the rest of the conductor asks of the ranks. Every call may raise `RanksLost`."""
 
-    async def load(self, path: Path) -> int: ...
+    async def load(self, path: Path, reference: Path | None = None) -> int: ...
     async def train_step(self, batch: bytes) -> dict[str, Any]: ...
     async def export(
         self, policy_version: int, path: Path, base: Path | None = None
@@ -156,9 +156,10 @@ class Ranks:
             ranks._resources = stack.pop_all()
         return ranks
 
-    async def load(self, path: Path) -> int:
-        """Continue from a checkpoint; the step that it holds."""
-        answer = await self._ask("load", {"path": str(path)}, self._deadlines.load_s)
+    async def load(self, path: Path, reference: Path | None = None) -> int:
+        """Continue from a checkpoint, with the reference policy of another; the step it holds."""
+        payload = {"path": str(path), "reference": None if reference is None else str(reference)}
+        answer = await self._ask("load", payload, self._deadlines.load_s)
         return int(answer["step"])
 
     async def train_step(self, batch: bytes) -> dict[str, Any]:

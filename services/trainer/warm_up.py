@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from services.trainer.entries import DroppedGroups
-from services.trainer.prompts import PromptSource
+from services.trainer.prompts import NoPromptFits, PromptSource
 from services.trainer.steps import JobPaused, StepTaker
 from services.trainer.stopwatch import Stopwatch
 from shared.data import DataError, draw_order
@@ -25,6 +25,15 @@ from shared.messages import TrainingBatch, TrainingSample
 class Pair:
     prompt: str
     response: str
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPair:
+    """Token ids of a prompt and of its response, which ends with the stop token unless cut."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
 
 
 def load_pairs(path: Path) -> list[Pair]:
@@ -36,38 +45,72 @@ def load_pairs(path: Path) -> list[Pair]:
             if not all(isinstance(text, str) and text for text in texts):
                 problem = "a pair needs `prompt` and `response`, both text"
                 raise DataError(name, problem, line=record.line)
-            pairs.append(Pair(*map(str, texts)))
+            prompt, response = map(str, texts)
+            pairs.append(Pair(prompt, response, record.line))
     if not pairs:
         raise DataError(str(path), "there are no pairs in it")
     return pairs
 
 
+def fitting_pairs(
+    pairs: Sequence[Pair], source: PromptSource
+) -> tuple[list[EncodedPair], dict[str, Any]]:
+    """Those whose prompts leave room for a response, and what is told of the others, if any.
+
+    Raises `NoPromptFits`. Blocks.
+    """
+    limit = source.max_prompt_tokens
+    encoded = [_encoded(pair, source) for pair in pairs]
+    fitting = [one for one in encoded if len(one.prompt_ids) <= limit]
+    if not fitting:
+        raise NoPromptFits(
+            f"none of the {len(pairs)} prompts of warm_up.path fits into {limit} tokens "
+            "(sampling.context_length less sampling.max_response_tokens)"
+        )
+    if len(fitting) == len(encoded):
+        return fitting, {}
+    sizes = [len(one.prompt_ids) for one in encoded]
+    first = next(pair for pair, size in zip(pairs, sizes, strict=True) if size > limit)
+    number = len(encoded) - len(fitting)
+    told = {"number": number, "first_line": first.line, "longest": max(sizes), "limit": limit}
+    return fitting, told
+
+
 async def warm_up(steps: StepTaker, *, source: PromptSource, pause_asked: asyncio.Event) -> None:
     """Take the supervised steps that are left; each may be the last before a pause."""
     section, progress = steps.parts.job.warm_up, steps.parts.progress
-    if section is None or progress.step >= section.steps:
+    if section is None or progress.step > section.steps:
         return
-    pairs = await asyncio.to_thread(load_pairs, expand_path(section.path))
-    while progress.step < section.steps:
-        if pause_asked.is_set():
-            raise JobPaused("paused on request")
-        watch = Stopwatch()
-        with watch.part("pack"):
-            batch = supervised_batch(
-                pairs, source=source, step=progress.step + 1, policy_version=progress.policy_version
-            )
-            facts = supervised_facts(batch)
-            number = await steps.commit(batch, facts, DroppedGroups(0, 0.0, 0))
-        await steps.train(number)
-        with watch.part("checkpoint"):
-            await steps.save_if_due()
-        steps.tell(number, watch)
+    if progress.step < section.steps:
+        given = await asyncio.to_thread(load_pairs, expand_path(section.path))
+        pairs, skipped = await asyncio.to_thread(fitting_pairs, given, source)
+        if skipped:
+            steps.parts.record.note(steps.parts.events("pairs_skipped", **skipped))
+        while progress.step < section.steps:
+            if pause_asked.is_set():
+                raise JobPaused("paused on request")
+            await _step(steps, pairs, source)
+    await steps.parts.keeper.save_reference()
+
+
+async def _step(steps: StepTaker, pairs: Sequence[EncodedPair], source: PromptSource) -> None:
+    watch, progress = Stopwatch(), steps.parts.progress
+    with watch.part("pack"):
+        batch = supervised_batch(
+            pairs, source=source, step=progress.step + 1, policy_version=progress.policy_version
+        )
+        facts = supervised_facts(batch, stop_token_ids=source.stop_token_ids)
+        number = await steps.commit(batch, facts, DroppedGroups(0, 0.0, 0))
+    await steps.train(number)
+    with watch.part("checkpoint"):
+        await steps.save_if_due()
+    steps.tell(number, watch)
 
 
 def supervised_batch(
-    pairs: Sequence[Pair], *, source: PromptSource, step: int, policy_version: int
+    pairs: Sequence[EncodedPair], *, source: PromptSource, step: int, policy_version: int
 ) -> TrainingBatch:
-    """A function of (job, step); responses end with the stop token and are cut to their bound."""
+    """A function of (job, step); pairs are drawn like prompts."""
     job, section = source.job, source.job.warm_up
     assert section is not None
     first = (step - 1) * section.pairs_per_step
@@ -79,7 +122,7 @@ def supervised_batch(
         policy_version=policy_version,
         temperature=job.sampling.temperature,
         samples=[
-            _sample(pairs[row], source, f"warm-up.{step}.{place}", policy_version)
+            _sample(pairs[row], f"warm-up.{step}.{place}", policy_version)
             for place, row in enumerate(rows)
         ],
         group_ids=[],
@@ -87,9 +130,10 @@ def supervised_batch(
     )
 
 
-def supervised_facts(batch: TrainingBatch) -> dict[str, Any]:
+def supervised_facts(batch: TrainingBatch, *, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     """The facts of a step without groups and rewards, by the names of the `step` event."""
     lengths = [len(sample.sampler_logprobs) for sample in batch.samples]
+    cut = [int(sample.token_ids[-1]) not in stop_token_ids for sample in batch.samples]
     return {
         "supervised": True,
         "groups": 0,
@@ -97,23 +141,26 @@ def supervised_facts(batch: TrainingBatch) -> dict[str, Any]:
         "tokens": sum(len(sample.token_ids) for sample in batch.samples),
         "response_tokens": sum(lengths),
         "response_tokens_mean": sum(lengths) / len(lengths),
+        "truncated_share": sum(cut) / len(cut) if stop_token_ids else 0.0,
         "reward_raw": None,
         "reward_trained": None,
     }
 
 
-def _sample(pair: Pair, source: PromptSource, name: str, policy_version: int) -> TrainingSample:
-    sampling = source.job.sampling
+def _encoded(pair: Pair, source: PromptSource) -> EncodedPair:
     asked = source.job.data.prompt_template.replace("{problem}", pair.prompt)
-    prompt = source.encode(asked).token_ids[-source.max_prompt_tokens :]
     ids = source.encode_response(pair.response) + source.stop_token_ids[:1]
-    ids = ids[: sampling.max_response_tokens]
+    most = source.job.sampling.max_response_tokens
+    return EncodedPair(list(source.encode(asked).token_ids), ids[:most])
+
+
+def _sample(pair: EncodedPair, name: str, policy_version: int) -> TrainingSample:
     return TrainingSample(
         rollout_id=name,
         group_id=name,
-        token_ids=np.asarray([*prompt, *ids], np.int32),
-        num_prompt_tokens=len(prompt),
-        sampler_logprobs=np.zeros(len(ids), np.float32),
+        token_ids=np.asarray([*pair.prompt_ids, *pair.response_ids], np.int32),
+        num_prompt_tokens=len(pair.prompt_ids),
+        sampler_logprobs=np.zeros(len(pair.response_ids), np.float32),
         advantage=1.0,
         reward=0.0,
         oldest_version=policy_version,

@@ -108,9 +108,14 @@ class FakeRanks:
     weights: bytes = FIRST_WEIGHTS
     step: int = 0
     salt: bytes = b""  # other than empty: replays are not bit-exact
+    references: dict[int, bytes] = field(default_factory=dict)  # by step that it was used in
+    reference: bytes | None = None
 
-    async def load(self, path: Path) -> int:
+    async def load(self, path: Path, reference: Path | None = None) -> int:
         saved = json.loads((path / "complete.json").read_text())
+        if reference is not None:
+            kept = json.loads((reference / "complete.json").read_text())
+            self.reference = bytes.fromhex(kept["weights"])
         self.weights, self.step = bytes.fromhex(saved["weights"]), saved["step"]
         return self.step
 
@@ -121,6 +126,9 @@ class FakeRanks:
             self.refuse_steps.discard(unpacked.step)
             raise Rejected("too many unusable log-probabilities")
         assert unpacked.step == self.step + 1
+        if not unpacked.supervised:
+            self.reference = self.reference or self.weights
+            self.references[unpacked.step] = self.reference
         self.step += 1
         self.weights = hashlib.sha256(self.weights + batch + self.salt).digest()
         self.history.append((self.step, unpacked.group_ids))
@@ -364,6 +372,7 @@ class World:
     answer_evals: bool = True
     drift: float = 0.01
     salt: bytes = b""
+    references: dict[int, bytes] = field(default_factory=dict)
     ranks: FakeRanks | None = None
     config: ConductorConfig = field(
         default_factory=lambda: ConductorConfig(settle_grace_s=0.5, quiet_s=1.0, goodbye_s=3.0)
@@ -423,7 +432,12 @@ class World:
 
         async def start_ranks() -> FakeRanks:
             self.ranks = FakeRanks(
-                self.history, self.rank_faults, self.refuse_steps, self.drift, salt=self.salt
+                self.history,
+                self.rank_faults,
+                self.refuse_steps,
+                self.drift,
+                salt=self.salt,
+                references=self.references,
             )
             return self.ranks
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,16 @@ import pytest
 from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
-from services.trainer.steps import JobPaused
-from services.trainer.warm_up import Pair, load_pairs, supervised_batch
+from services.trainer.conductor import Conductor
+from services.trainer.prompts import NoPromptFits
+from services.trainer.steps import EndState, JobPaused
+from services.trainer.warm_up import (
+    Pair,
+    fitting_pairs,
+    load_pairs,
+    supervised_batch,
+    supervised_facts,
+)
 from shared import topology
 from shared.data import DataError
 from shared.messages import Outcome, PromptGroup, Score
@@ -223,6 +232,58 @@ async def test_a_cancel_in_every_phase_leaves_whole_books(
         assert (await world.announced()).state == "finished"
 
 
+def act_in(conductor: Conductor, phase: str, act: Callable[[], None]) -> None:
+    """Have `act` happen while the conductor is in that phase, for the first time."""
+    parts, done = conductor.parts, asyncio.Event()
+    holder, name = {
+        "restore": (parts.keeper, "restore"),
+        "warm-up": (parts.keeper, "train"),
+        "preflight": (parts.preflight, "run"),
+    }[phase]
+    original = getattr(holder, name)
+
+    async def acting(*args: Any) -> Any:
+        if not done.is_set():
+            done.set()
+            act()
+            if phase == "preflight":  # it takes its time, and a job that is left does not wait
+                await asyncio.sleep(60)
+        return await original(*args)
+
+    setattr(holder, name, acting)
+
+
+@pytest.mark.parametrize("ended", ["paused", "cancelled"])
+@pytest.mark.parametrize("phase", ["restore", "warm-up", "preflight"])
+async def test_a_job_is_left_before_its_first_group_and_resumed(
+    redis: Redis, tmp_path: Path, phase: str, ended: EndState
+) -> None:
+    """Nothing is sampled before; a paused job goes on to the same supervised steps and the end."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "say 1", "response": "1"}\n')
+    warm_up = {"path": str(pairs), "steps": 2, "pairs_per_step": 1}
+    async with running_world(
+        redis, tmp_path / "run", job=make_job(steps=4, warm_up=warm_up)
+    ) as world:
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        act_in(conductor, phase, conductor.pause_asked.set if ended == "paused" else running.cancel)
+        with pytest.raises(JobPaused if ended == "paused" else asyncio.CancelledError):
+            await asyncio.wait_for(running, 20)
+        await conductor.close(ended)
+        assert world.events("job_finished")[-1]["state"] == ended
+        assert (await world.announced()).state == "finished"
+        assert await redis.xlen(topology.prompts(JOB_ID)) == 0
+        made = {"restore": 0, "warm-up": 1, "preflight": 2}[phase]
+        assert len(world.history) == (made if ended == "paused" or phase == "preflight" else 0)
+        if ended == "paused":
+            await run_to_end(world)
+            steps = world.events("step")
+            assert [step["step"] for step in steps] == [1, 2, 3, 4]
+            assert [step for step, _ in world.history] == [1, 2, 3, 4]  # each once
+            await check_streams_empty(redis)
+
+
 async def test_supervised_steps_come_first_and_are_durable_like_others(
     redis: Redis, tmp_path: Path
 ) -> None:
@@ -241,14 +302,43 @@ async def test_supervised_steps_come_first_and_are_durable_like_others(
         assert world.events("weights_published")[0]["policy_version"] == 2
 
 
+@pytest.mark.parametrize(
+    ("crash_at", "rank_faults"),
+    [([], []), (["committed", "saved", "told"], []), (["told"], ["train_step:1", "train_step:5"])],
+    ids=["whole", "conductor dies", "ranks die"],
+)
+async def test_the_reference_is_what_the_warm_up_made_whoever_dies(
+    redis: Redis, tmp_path: Path, crash_at: list[str], rank_faults: list[str]
+) -> None:
+    """Only the newest checkpoint is kept, and each restart begins there; the reference's stays."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "say 1", "response": "1"}\n')
+    job = make_job(
+        steps=6,
+        warm_up={"path": str(pairs), "steps": 2, "pairs_per_step": 1},
+        algorithm={"kl": {"coefficient": 0.1}},
+        checkpoint={"every_steps": 1, "keep_last": 1},
+    )
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.rank_faults += rank_faults
+        await run_to_end(world, crash_at=crash_at)
+        assert sorted(world.references) == [3, 4, 5, 6]
+        kept = json.loads((tmp_path / "run/checkpoints/step00000002/complete.json").read_text())
+        assert set(world.references.values()) == {bytes.fromhex(kept["weights"])}
+        held = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+        assert held == {"step00000002", "step00000006"}
+
+
 def test_pairs_are_a_function_of_the_step_and_end_with_the_stop_token() -> None:
     job = make_job(
         steps=4,
         warm_up={"path": "unused", "steps": 2, "pairs_per_step": 3},
         data={"path": "/nowhere", "shuffle": False},
     )
-    pairs = [Pair(f"say {i}", "x" * (i + 1)) for i in range(4)]
     source = conductor_world.make_source(job)
+    given = [Pair(f"say {i}", "x" * (i + 1)) for i in range(4)]
+    pairs, skipped = fitting_pairs(given, source)
+    assert skipped == {}
     batches = [
         supervised_batch(pairs, source=source, step=step, policy_version=step - 1)
         for step in (1, 2, 2)
@@ -257,6 +347,24 @@ def test_pairs_are_a_function_of_the_step_and_end_with_the_stop_token() -> None:
     texts = [bytes(s.token_ids.astype(np.uint8)) for batch in batches[:2] for s in batch.samples]
     assert texts[:4] == [b"say 0x\0", b"say 1xx\0", b"say 2xxx\0", b"say 3xxxx\0"]
     assert texts[4] == texts[0]  # the next epoch
+
+
+def test_pairs_that_do_not_fit_are_skipped_and_told() -> None:
+    """Prompts of 56 tokens fit; a response is cut to 8, and then lacks its stop token."""
+    job = make_job(
+        steps=4,
+        warm_up={"path": "unused", "steps": 2, "pairs_per_step": 2},
+        data={"path": "/nowhere", "shuffle": False},
+    )
+    source = conductor_world.make_source(job)
+    given = [Pair("a" * size, "b" * 9, line) for line, size in enumerate((57, 56, 99, 3), start=1)]
+    pairs, told = fitting_pairs(given, source)
+    assert [len(pair.prompt_ids) for pair in pairs] == [56, 3]
+    assert told == {"number": 2, "first_line": 1, "longest": 99, "limit": 56}
+    batch = supervised_batch(pairs, source=source, step=1, policy_version=0)
+    assert supervised_facts(batch, stop_token_ids=[0])["truncated_share"] == 1.0
+    with pytest.raises(NoPromptFits, match=r"none of the 1 prompts of .* fits into 56"):
+        fitting_pairs(given[:1], source)
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,29 @@ def test_the_reference_stays_what_the_job_began_with(release: Path, algorithm: A
     assert second["reference_kl"] > 1e-6
 
 
+def test_after_a_warm_up_the_reference_is_what_it_made(release: Path, tmp_path: Path) -> None:
+    """Also for an actor that resumes behind it; one that cannot know it does not guess."""
+    document = job(release, algorithm={"kl": {"coefficient": 0.5}}).model_dump(mode="json")
+    document["warm_up"] = {"path": "unused", "steps": 1}
+    one = Actor(Job.model_validate(document))
+    one.train_step(batch().model_copy(update={"supervised": True}))
+    saved = {"model": one.model, "optimizer": one.optimizer}
+    for step in (1, 2):
+        state = {"step": step, "policy_version": step}
+        if step == 2:
+            assert one.train_step(batch(2))["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+        checkpoint.save(tmp_path / f"step{step}", progress=state, **saved)
+    other, guessing = Actor(Job.model_validate(document)), Actor(Job.model_validate(document))
+    other.load_reference(tmp_path / "step1")
+    for actor in (other, guessing):
+        checkpoint.load(tmp_path / "step2", model=actor.model, optimizer=actor.optimizer)
+        actor.step = 2
+    found = other.train_step(batch(3))["reference_kl"]
+    assert found == one.train_step(batch(3))["reference_kl"] > 1e-6
+    with pytest.raises(RuntimeError, match="at step 2 the weights are not the reference policy's"):
+        guessing.train_step(batch(3))
+
+
 def test_a_resumed_actor_has_the_same_reference(release: Path, tmp_path: Path) -> None:
     document = job(release, algorithm={"kl": {"coefficient": 0.5}})
     one = Actor(document)

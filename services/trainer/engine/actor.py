@@ -97,7 +97,9 @@ class Actor:
         )
         self.model.recompute(job.actor.recompute.mode, job.actor.recompute.num_blocks)
         self._load_first_weights()
-        self._reference = ReferencePolicy(self.model) if job.algorithm.kl.coefficient else None
+        self._reference: ReferencePolicy | None = None
+        if job.algorithm.kl.coefficient and job.warm_up is None:
+            self._reference = ReferencePolicy(self.model)
         # The optimiser copies its FP32 masters from the weights, so those come first.
         self.wrapped = wrap(self.model, self.config)
         self.optimizer = build_optimizer(self.wrapped, self.config, job.actor.optimizer)
@@ -116,6 +118,8 @@ class Actor:
         those of the reference one more.
         """
         algorithm = SUPERVISED if batch.supervised else self.job.algorithm
+        if algorithm.kl.coefficient and self._reference is None:
+            self._take_reference()
         tokens = response_tokens(
             batch,
             architecture=self.architecture,
@@ -154,6 +158,11 @@ class Actor:
             "padded_tokens": sum(result.padded_tokens for result in results),
             "seconds": clock.seconds,
         }
+
+    def load_reference(self, path: Path) -> None:
+        """Take the reference policy from a checkpoint; the weights held are that one's, too."""
+        checkpoint.load_model(self.model, path)
+        self._reference = ReferencePolicy(self.model)
 
     def score(
         self,
@@ -226,6 +235,13 @@ class Actor:
         else:
             with rounded_weights(self.model, self.policy):
                 yield sampler_rounding(self.job, self.policy)
+
+    def _take_reference(self) -> None:
+        """What the warm-up made, before anything else is learnt."""
+        warm_up = self.job.warm_up
+        if warm_up is None or self.step != warm_up.steps:
+            raise RuntimeError(f"at step {self.step} the weights are not the reference policy's")
+        self._reference = ReferencePolicy(self.model)
 
     def _load_first_weights(self) -> None:
         source = self.job.model.actor_checkpoint

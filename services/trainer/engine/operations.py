@@ -182,9 +182,14 @@ class Operations:
         return {**self._state(), "complete": complete}
 
     def _load(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """{path} -> {step, policy_version} of the checkpoint."""
+        """{path, reference} -> {step, policy_version} of the checkpoint.
+
+        `reference` is the checkpoint that the reference policy comes from, or null.
+        """
         actor = self.actor
         self._progress("load", actor.step)
+        if reference := payload.get("reference"):
+            actor.load_reference(Path(reference))
         progress = checkpoint.load(
             Path(payload["path"]), model=actor.model, optimizer=actor.optimizer
         )

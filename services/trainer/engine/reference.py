@@ -1,4 +1,5 @@
-"""The frozen reference policy: the weights that the job began with, put in place for a pass.
+"""The frozen reference policy: the weights before the first step of reinforcement, put in place
+for a pass.
 
 Each rank keeps its own part in host memory (one copy of its parameters and buffers in their dtype,
 and during the pass a second one of the weights that are being trained), so that any layout has a

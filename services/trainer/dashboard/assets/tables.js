@@ -114,6 +114,8 @@ export function groups(run) {
     ...Object.entries(run.dropped).sort((a, b) => b[1] - a[1]).map(([reason, num]) => ["dropped: " + words(reason), num]),
     ["duplicates refused", run.counts.duplicate_refused ?? 0],
     ["prompts skipped", run.counts.prompt_skipped ?? 0],
+    ...run.events.filter((event) => event.name === "pairs_skipped").slice(-1)
+      .map((event) => ["warm-up pairs skipped", event.fields.number]),
   ];
   return table([], rows);
 }

@@ -22,10 +22,11 @@ class Ranks:
         self.trained: list[bytes] = []
         self.stopped = False
 
-    async def load(self, path: Path) -> int:
+    async def load(self, path: Path, reference: Path | None = None) -> int:
         saved = json.loads((path / "complete.json").read_text())
         if saved["broken"]:
             raise RemoteError("WeightsCorrupt", "a checksum is wrong")
+        self.reference = None if reference is None else reference.name
         self.trained = [b"%d" % step for step in range(1, saved["step"] + 1)]
         return int(saved["step"])
 
@@ -58,7 +59,7 @@ class Ranks:
 
 class World:
     def __init__(
-        self, run_dir: Path, keep_checkpoints: int = 2, keep_every: int | None = None
+        self, run_dir: Path, keep_checkpoints: int = 2, keep_every: int | None = None, **traits: int
     ) -> None:
         self.lose_at: list[bytes] = []
         self.refuse: set[bytes] = set()
@@ -73,6 +74,7 @@ class World:
             run_dir=run_dir,
             keep_checkpoints=keep_checkpoints,
             keep_every=keep_every,
+            **traits,
             record=self.record,
             events=event_maker("j", "t"),
         )
@@ -195,6 +197,23 @@ async def test_closed_keeper_starts_nothing(world: World) -> None:
     with pytest.raises(RanksLost, match="the job is ending"):
         await world.keeper.score([[1, 2]], temperature=1.0)
     assert len(world.started) == 1
+
+
+@pytest.mark.parametrize("world", [{"keep_checkpoints": 1, "reference_step": 2}], indirect=True)
+async def test_the_references_checkpoint_stays_and_is_named_when_later_ones_are_loaded(
+    world: World,
+) -> None:
+    await world.keeper.restore()
+    await world.train(1, 2)
+    for _ in range(2):  # the second finds it there
+        await world.keeper.save_reference()
+    await world.train(3, 4)
+    await world.keeper.save(4)
+    assert [step for step, _ in world.keeper.complete_checkpoints()] == [2, 4]
+    world.lose_at.append(b"5")
+    await world.train(5)
+    assert world.started[-1].reference == "step00000002"
+    assert world.names.count("checkpoint_saved") == 2
 
 
 @pytest.mark.parametrize("world", [{"keep_checkpoints": 1, "keep_every": 2}], indirect=True)
