@@ -111,6 +111,10 @@ async def until_key(redis: Redis, key: str) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path, redis_url: str, redis: Redis) -> TrainerConfig:
+    return make_config(tmp_path, redis_url)
+
+
+def make_config(tmp_path: Path, redis_url: str) -> TrainerConfig:
     make_policy(tmp_path / "policy")
     rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(8)]
     lines = [json.dumps({"problem": row["prompt"], "answer": row["label"]}) for row in rows]

@@ -176,3 +176,30 @@ def run_one(version, samples: list[int], *, enough: int | None) -> list[Completi
     (completions,) = run(scheduler).values()
     assert scheduler.num_running == 0
     return completions
+
+
+@pytest.mark.parametrize("max_running", [16, 3])
+def test_the_samples_of_a_group_share_one_computation_of_their_prompt(
+    version, monkeypatch: pytest.MonkeyPatch, max_running: int
+) -> None:
+    """Three prompts of 37, 20 and 3 tokens, four samples each, also where slots are few: 60 tokens
+    are computed as prompts."""
+    scheduler = new_scheduler(version, max_running=max_running, chunk_tokens=16)
+    computed: list[int] = []
+    prefill_step = scheduler._cache.prefill_step
+
+    def counted(runs):  # type: ignore[no-untyped-def]
+        computed.extend(len(run.token_ids) for run in runs)
+        return prefill_step(runs)
+
+    monkeypatch.setattr(scheduler._cache, "prefill_step", counted)
+    sizes = (37, 20, 3)
+    for size in sizes:
+        scheduler.add(request(f"g{size}", list(range(10, 10 + size)), samples=list(range(4))))
+    done = run(scheduler)
+    assert [len(done[f"g{size}"]) for size in sizes] == [4, 4, 4]
+    assert sum(computed) == sum(sizes)
+    computed.clear()
+    scheduler.add(request("again", list(range(10, 47)), samples=list(range(4))))
+    run(scheduler)
+    assert sum(computed) == 37  # groups share nothing with each other: versions may differ
