@@ -8,10 +8,10 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_ENV = ROLLOUT_SGLANG__PYTHON=$(abspath $(SGLANG_VENV)/bin/python) ROLLOUT_SGLANG__PLATFORM=cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sglang real-data test test-fast test-gpu test-sglang check format bench policy clean
+.PHONY: help demo demo-sglang real-data test test-fast test-gpu test-sglang test-compose wheels check format bench policy clean
 
 help:             ## show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.runtime  ## train the tiny policy on this machine; DEMO_ARGS="--steps 20 --seed 1"
 	@$(BIN)/python -m services.cli demo $(DEMO_ARGS)
@@ -30,6 +30,14 @@ test-fast: $(VENV)/.dev  ## without the end-to-end runs
 
 test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.installed  ## with a real SGLang server on this CPU
 	$(SGLANG_ENV) $(BIN)/python -m pytest -q tests/sglang $(TEST_ARGS)
+
+test-compose: $(VENV)/.dev wheels  ## the stack in containers; needs a Docker engine
+	$(BIN)/python -m pytest -q tests/compose $(TEST_ARGS)
+
+wheels: $(VENV)/bin/python  ## torch's CPU build for images, where pip finds it
+	@ls docker/wheels/torch-*.whl >/dev/null 2>&1 || \
+	  $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
+	    -c requirements/constraints.txt -d docker/wheels torch
 
 demo-sglang: $(VENV)/.runtime $(SGLANG_VENV)/.installed  ## a small demo job sampled by SGLang
 	@$(SGLANG_ENV) $(BIN)/python -m services.cli demo --job configs/demo-sglang.toml $(DEMO_ARGS)

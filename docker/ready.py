@@ -1,25 +1,26 @@
-"""A container's health: exit code 0 once the service at this URL may get traffic.
+"""A container's health: exit code 0 once /readyz at this port says 200, else what it says.
 
-Standard library only, so that asking every few seconds costs a few milliseconds.
+Run every few seconds in every container, so it imports as little as it can: a socket.
 """
 
+import socket
 import sys
-import urllib.error
-import urllib.request
 
 ATTEMPT_S = 4.0
 
 
 def main() -> None:
-    """Ends with the answer, which `docker inspect` shows."""
-    url = sys.argv[1]
+    """The answer, which `docker inspect` shows, ends the process."""
+    host, port = sys.argv[1].rsplit(":", 1)
     try:
-        with urllib.request.urlopen(url, timeout=ATTEMPT_S) as answer:  # noqa: S310  our own URL
-            sys.stdout.write(answer.read(500).decode(errors="replace"))
-    except urllib.error.HTTPError as err:
-        raise SystemExit(f"{url}: {err.code} {err.read(500).decode(errors='replace')}") from None
+        with socket.create_connection((host, int(port)), timeout=ATTEMPT_S) as asked:
+            asked.sendall(f"GET /readyz HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+            answer = asked.makefile("rb").read(2000).decode(errors="replace")
     except OSError as err:
-        raise SystemExit(f"{url}: {err}") from None
+        sys.exit(f"{host}:{port}: {err}")
+    head, _, body = answer.partition("\r\n\r\n")
+    sys.stdout.write(body + "\n")
+    sys.exit(0 if head.startswith("HTTP/1.1 200") else head.partition("\r\n")[0])
 
 
 if __name__ == "__main__":
