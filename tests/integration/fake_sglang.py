@@ -43,6 +43,8 @@ class FakeServer:
     url: str = ""
     label: str = "default"
     breaks_next_stream: bool = False  # in the middle of every sequence
+    endless: frozenset[int] = frozenset()  # samples that run until they are aborted
+    aborted: list[str] = field(default_factory=list)
     asked: list[list[list[int]]] = field(default_factory=list)  # input_ids of each stream
     _weights: dict[str, Any] = field(default_factory=dict)
     _cached: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
@@ -62,8 +64,9 @@ class FakeServer:
         for path in ("/health", "/health_generate"):
             app.get(path)(self._ok)
         app.post("/generate")(self._generate)
-        for path in ("/pause_generation", "/continue_generation", "/abort_request"):
+        for path in ("/pause_generation", "/continue_generation"):
             app.post(path)(self._ok)
+        app.post("/abort_request")(self._abort)
         app.post("/flush_cache")(self._flush)
         app.post("/update_weights_from_disk")(self._update)
         app.post("/update_weight_version")(self._label)
@@ -128,9 +131,29 @@ class FakeServer:
         self._pending = None
         return await self._ok()
 
+    async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.aborted.append(body["rid"])
+        return await self._ok()
+
+    async def _run_until_aborted(self, body: dict[str, Any]) -> Any:
+        """One sequence, with a token by then."""
+        async with asyncio.timeout(20):
+            while body["rid"][0] not in self.aborted:  # noqa: ASYNC110  another request tells it
+                await asyncio.sleep(0.01)
+        sampling = body["sampling_params"][0] | {"max_new_tokens": 1}
+        answer = self._answer(body["input_ids"][0], sampling, body)
+        answer["meta_info"]["finish_reason"] = {"type": "abort"}
+        return answer
+
     async def _generate(self, body: dict[str, Any]) -> Any:
         if isinstance(body["input_ids"][0], int):
             return self._answer(body["input_ids"], body["sampling_params"], body)
+        if self.endless and int(body["rid"][0].rstrip(";").rpartition(".")[2]) in self.endless:
+            answer = await self._run_until_aborted(body)
+            if not body.get("stream"):
+                return [answer]
+            line = f"data: {json.dumps(answer | {'index': 0})}\n\ndata: [DONE]\n\n"
+            return StreamingResponse(iter([line]), media_type="text/event-stream")
         if body.get("stream"):
             self.asked.append(body["input_ids"])
             return StreamingResponse(self._stream(body), media_type="text/event-stream")

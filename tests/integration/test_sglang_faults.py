@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -185,3 +185,53 @@ async def test_an_attached_server_that_came_back_is_loaded_again(tmp_path: Path)
         assert await world.sample() == [(old, 4)]
         found = await world.engine.score_now(PROBE)
         np.testing.assert_allclose(found[0], reference_logprobs(OLD, PROBE[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize("stream_interval", [0, 1])
+async def test_a_group_ends_once_enough_of_its_samples_are_complete(
+    tmp_path: Path, stream_interval: int
+) -> None:
+    """Two of four never end: the first two to be complete are enough, the others are aborted, each
+    by its own id, and the server is free for the next group."""
+    async with attached(FakeServer(), tmp_path, stream_interval=stream_interval) as world:
+        number = await world.activate(OLD)
+        world.fake.endless = frozenset({0, 2})
+        request = GroupRequest(
+            "group",
+            np.array(PROBE[0], np.int32),
+            [0, 1, 2, 3],
+            SamplingParams(max_response_tokens=4),
+            seed=1,
+        )
+        done = await world.engine.generate(replace(request, enough=2))
+        assert [one.finish_reason for one in done] == ["abort", "length", "abort", "length"]
+        assert [one.version_spans for one in done] == [[(number, n)] for n in (1, 4, 1, 4)]
+        assert sorted(rid.rpartition(".")[2] for rid in world.fake.aborted) == ["0;", "2;"]
+        assert world.engine.num_running == 0
+        world.fake.endless = frozenset()
+        again = await world.engine.generate(replace(request, request_id="next", enough=4))
+        assert {one.finish_reason for one in again} == {"length"}
+        assert len(world.fake.aborted) == 2
+
+
+async def test_samples_of_a_group_that_ended_early_are_the_ones_that_were_complete(
+    tmp_path: Path,
+) -> None:
+    """What was cut short goes on where it was, if it is the one that is needed after all."""
+    async with attached(FakeServer(), tmp_path) as world:
+        number = await world.activate(OLD)
+        world.fake.endless = frozenset({0})
+        request = GroupRequest(
+            "group",
+            np.array(PROBE[0], np.int32),
+            [0, 1],
+            SamplingParams(max_response_tokens=4),
+            seed=1,
+        )
+        first, second = await world.engine.generate(replace(request, enough=1))
+        assert (first.finish_reason, second.finish_reason) == ("abort", "length")
+        world.fake.endless = frozenset()
+        rest = replace(request, request_id="rest", samples=[0], partial={0: first})
+        (whole,) = await world.engine.generate(rest)
+        assert whole.version_spans == [(number, 4)]
+        assert whole.token_ids[:1].tolist() == first.token_ids.tolist()

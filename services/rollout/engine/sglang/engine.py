@@ -24,15 +24,17 @@ from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.generation import (
     Sequence,
     interrupted,
+    is_complete,
     request_body,
     score_body,
     scores_of,
     sequence_id,
+    single_bodies,
 )
 from services.rollout.engine.sglang.routes import Tables, expert_ids
 from services.rollout.engine.sglang.server import Server
 from shared.errors import DeadlineExceeded, HttpFailed, Retryable
-from shared.tasks import wait_for_event
+from shared.tasks import end, wait_for_event
 
 log = structlog.get_logger()
 
@@ -74,11 +76,12 @@ class SGLangEngine:
             check_routes(request)
         self._require(request.policy_version)
         sequences = [Sequence.of(i, request.partial.get(i)) for i in request.samples]
+        spare = max(0, len(sequences) - (request.enough or len(sequences)))
         open_ = sequences
         try:
-            while open_:
+            while len(open_) > spare:
                 await self._pass_gate(len(open_))
-                await self._sample(request, open_)
+                await self._sample(request, open_, enough=len(open_) - spare)
                 open_ = [one for one in open_ if one.finish_reason == "abort"]
                 if request.request_id in self._ended or self._hand_over:
                     break
@@ -168,8 +171,11 @@ class SGLangEngine:
         finally:
             self._waiting -= num_sequences
 
-    async def _sample(self, request: GroupRequest, sequences: list[Sequence]) -> None:
-        """One call; the sequences are extended by what it brought."""
+    async def _sample(
+        self, request: GroupRequest, sequences: list[Sequence], *, enough: int
+    ) -> None:
+        """One call; the sequences are extended by what it brought, and ended once `enough` are
+        complete."""
         version = self._require(None)
         call_id = f"{request.request_id}/{next(self._numbers)}"
         body = request_body(
@@ -178,7 +184,11 @@ class SGLangEngine:
         self._calls[call_id] = sequences
         self._idle.clear()
         try:
-            for index, answer in (await self._answers(body, call_id)).items():
+            if enough < len(sequences):
+                answers = await self._first_answers(body, call_id, enough=enough)
+            else:
+                answers = await self._answers(body, call_id)
+            for index, answer in answers.items():
                 one = sequences[index]
                 before = len(one.token_ids)
                 one.extend(answer, policy_version=version)
@@ -191,6 +201,28 @@ class SGLangEngine:
             del self._calls[call_id]
             if not self._calls:
                 self._idle.set()
+
+    async def _first_answers(
+        self, body: dict[str, Any], call_id: str, *, enough: int
+    ) -> dict[int, dict[str, Any]]:
+        """Each sequence in a call of its own; the rest are aborted when `enough` are complete."""
+        bodies = single_bodies(body)
+        calls = [asyncio.create_task(self._answers(one, call_id)) for one in bodies]
+        running, are_aborted = set(calls), False
+        try:
+            while running:
+                ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                enough -= sum(is_complete(call.result().get(0)) for call in ended)
+                if enough <= 0 and not are_aborted:
+                    are_aborted = True
+                    for call, one in zip(calls, bodies, strict=True):
+                        if call in running:
+                            await self.server.client.abort(one["rid"][0])
+        finally:
+            for call in running:
+                await end(call)
+        found = [call.result() for call in calls]
+        return {index: answers[0] for index, answers in enumerate(found) if 0 in answers}
 
     async def _answers(self, body: dict[str, Any], call_id: str) -> dict[int, dict[str, Any]]:
         """What each sequence of a call got; of a call that was lost, what had come by then."""

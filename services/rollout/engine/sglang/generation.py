@@ -123,6 +123,19 @@ def request_body(
     }
 
 
+def single_bodies(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same call as one for each of its sequences."""
+    lists = ("rid", "input_ids", "sampling_params")
+    number = len(body["rid"])
+    return [body | {key: [body[key][index]] for key in lists} for index in range(number)]
+
+
+def is_complete(answer: dict[str, Any] | None) -> bool:
+    """Whether nothing cut the sequence short."""
+    reported = answer and answer["meta_info"]["finish_reason"]
+    return bool(reported) and finish_reason(reported) != "abort"
+
+
 def _sampling(request: GroupRequest, sequence: Sequence, max_new_tokens: int) -> dict[str, Any]:
     sampling = request.sampling
     key = sample_key(request.seed, request.prompt_index, sequence.sample)
