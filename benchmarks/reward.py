@@ -1,4 +1,4 @@
-"""Grading: checks per second and core against a bare math-verify loop, and latency under attack.
+"""Grading: start, checks per second and core against a bare math-verify loop, latency under attack.
 
 `python -m benchmarks.reward [--seconds 4] [--cases FILE] [--out FILE]`. Throughput counts the CPU
 seconds of every process, the service's event loop included, so that other work on the machine does
@@ -73,6 +73,15 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Wall clock from nothing until checks are taken, and until mathematics is loaded as well."""
+
+    what: str
+    median_s: float
+    slowest_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Latency:
     what: str
     normal_per_s: float
@@ -86,16 +95,33 @@ class Latency:
 def main() -> None:
     options = _options()
     cases = _cases(options.cases)
-    results: dict[str, Sequence[Throughput | Latency]] = {}
-    if options.only != "latency":
+    results: dict[str, Sequence[Throughput | Latency | Start]] = {}
+    if options.only in (None, "start"):
+        results["start"] = asyncio.run(_starts(options))
+    if options.only in (None, "throughput"):
         results["throughput"] = _throughput(cases, options.seconds)
-    if options.only != "throughput":
+    if options.only in (None, "latency"):
         results["latency"] = asyncio.run(_latency(cases, options))
     for name, result in results.items():
         Console(width=100).print(_table(f"{name}, {len(cases)} cases", result))
     if options.out:
         rows = {name: [asdict(row) for row in result] for name, result in results.items()}
         options.out.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+async def _starts(options: argparse.Namespace) -> list[Start]:
+    took: dict[str, list[float]] = {"the pool takes checks": [], "mathematics is loaded": []}
+    for _ in range(options.rounds):
+        begin_s = time.perf_counter()
+        pool = await GradingPool.start(_pool_config(options))
+        took["the pool takes checks"].append(time.perf_counter() - begin_s)
+        await pool.prepare()
+        took["mathematics is loaded"].append(time.perf_counter() - begin_s)
+        await pool.close()
+    return [
+        Start(what, round(median(seconds), 3), round(max(seconds), 3))
+        for what, seconds in took.items()
+    ]
 
 
 def grade_bare(response: str, gold: str) -> Score:
@@ -260,7 +286,7 @@ def _cases_of_file(path: Path) -> Iterator[tuple[str, str]]:
         yield row["response"], str(row["gold"])
 
 
-def _table(title: str, rows: Sequence[Throughput | Latency]) -> Table:
+def _table(title: str, rows: Sequence[Throughput | Latency | Start]) -> Table:
     table = Table(title=title, title_justify="left")
     fields = list(asdict(rows[0]))
     for name in fields:
@@ -278,7 +304,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--slow-nice", type=int, default=PoolConfig().slow_nice)
     parser.add_argument("--spare-workers", type=int, default=PoolConfig().spare_workers)
     parser.add_argument("--slow-workers", type=int, default=PoolConfig().slow_workers)
-    parser.add_argument("--only", choices=["throughput", "latency"])
+    parser.add_argument("--only", choices=["start", "throughput", "latency"])
     parser.add_argument(
         "--rate", type=float, default=160.0, help="normal checks per second that arrive"
     )

@@ -61,6 +61,9 @@ class KernelsSection(Section):
     indexer: Kernel = "torch"
     experts: Kernel = "torch"
     router: Kernel = "torch"
+    linear: Literal["torch", "transformer_engine"] = "torch"
+    """The products of `actor.precision`: in FP8, `torch` emulates them on any device and
+    `transformer_engine` has them computed by the GPU. It needs that package."""
 
     @model_validator(mode="after")
     def _are_a_known_mix(self) -> Self:
@@ -172,6 +175,10 @@ class ActorSection(Section):
     """What the actor rounds as its sampler does, to train and score the policy that is sampled.
     `weights`: passes run on the published values, gradients go straight through to the masters.
     `full`: also the activations that the sampler rounds (`rollout.quantise_activations`)."""
+    precision: Literal["dtype", "fp8"] = "dtype"
+    """What the matrix products of linear layers and experts take, forward and backward. `fp8`: both
+    operands rounded to E4M3, activations and gradients in groups of 128, weights in blocks of
+    128x128; sums, masters and everything else as before. How: `kernels.linear`."""
     mtp_loss_weight: float = Field(0.0, ge=0, le=1)
     """Above 0 the MTP blocks are trained, on the response tokens; the policy's gradient is the same
     either way. Needs context parallelism of 1."""
@@ -187,3 +194,18 @@ class ActorSection(Section):
     watchdog: WatchdogSection = WatchdogSection()
     deterministic: bool = False
     """Refuse operations on a GPU whose sums depend on the order of threads."""
+
+    @model_validator(mode="after")
+    def _products_are_a_known_mix(self) -> Self:
+        linear, experts = self.kernels.linear, self.kernels.experts
+        if linear == "transformer_engine" and (self.precision, self.dtype) != ("fp8", "bfloat16"):
+            raise ValueError(
+                f"kernels.linear 'transformer_engine' computes FP8 products of a BF16 actor: "
+                f"precision {self.precision!r} with dtype {self.dtype!r} is no known mix"
+            )
+        if self.precision == "fp8" and experts != "torch":
+            raise ValueError(
+                f"precision 'fp8' with kernels.experts {experts!r} is no known mix: the experts' "
+                f"products are those of kernels.linear"
+            )
+        return self

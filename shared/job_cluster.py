@@ -47,6 +47,9 @@ class ClusterSection(Section):
 class SGLangKernelsSection(Section):
     """How an SGLang server on a GPU computes each part; `auto` is its platform's preset."""
 
+    mhc_prenorm: Literal["auto", "deep_gemm", "plain"] = "auto"
+    """`deep_gemm` only for servers that keep no copies of the mixing matrices (0.5.17): later ones
+    refuse updates with it."""
     mhc_pre: Literal["auto", "tilelang", "torch"] = "auto"
     mhc_post: Literal["auto", "tilelang", "torch"] = "auto"
     attention: Literal["auto", "flashmla", "aiter_sparse", "tilelang", "triton", "torch"] = "auto"

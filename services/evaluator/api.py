@@ -5,7 +5,8 @@ from typing import Any, cast
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from services.evaluator.requests import EvalRequest, EvalStatus, Refused, RequestedEvals
+from services.evaluator.asked import EvalRequest, EvalStatus
+from services.evaluator.requests import Refused, RequestedEvals
 
 router = APIRouter(prefix="/v1/evals", tags=["evals"])
 

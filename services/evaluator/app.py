@@ -9,12 +9,13 @@ from fastapi import FastAPI
 
 from services.evaluator import api, browsing
 from services.evaluator.archive import Archive
+from services.evaluator.asked import RequestStore
 from services.evaluator.config import EvaluatorConfig
 from services.evaluator.parity import api as parity_api
 from services.evaluator.parity.requests import ParityRuns
 from services.evaluator.requests import Refused, RequestedEvals
 from services.evaluator.runner import Runner
-from services.evaluator.worker import EvalWorker
+from services.evaluator.worker import GOODBYE_S, EvalWorker
 from shared.answers import answer_malformed
 from shared.current_job import CurrentJob
 from shared.http import HttpClient
@@ -40,7 +41,9 @@ def create_app(config: EvaluatorConfig) -> FastAPI:
                 runner,
                 state.current,
                 http,
+                store=RequestStore(config.runs_dir.resolve(), config.name),
                 data_roots=(*config.data_roots, config.runs_dir),
+                drain_s=max(config.drain_s - GOODBYE_S, 0.0),
             )
             state.parity = ParityRuns(state.redis, http, state.current)
             yield

@@ -27,6 +27,7 @@ from shared.weights.manifest import MANIFEST_FILE, Manifest
 HOST = "127.0.0.1"
 OFFLINE = "offline"  # in place of a job's id
 JOB_FILE, CONFIG_FILE = "job.json", "config.json"
+TORCH_DIST_FILE = ".metadata"
 POLL_S, GOODBYE_S = 0.2, 10.0
 MAX_LAST_WORDS = 600  # characters of the child's own words that are told
 _CANNOT = "cannot be served"
@@ -48,6 +49,12 @@ class Checkpoint:
         """What lies at `path`, an absolute one; ValueError says why it is neither. Blocks."""
         if (path / MANIFEST_FILE).is_file():
             return cls._published(path)
+        if (path / TORCH_DIST_FILE).is_file():
+            raise ValueError(
+                f"{path} is a torch_dist checkpoint of the actor, which no sampler reads. Convert "
+                f"it first: `python -m services.cli convert {path} {path}-fp8 --to fp8 "
+                f"--like RELEASE`, then evaluate {path}-fp8"
+            )
         if not (path / CONFIG_FILE).is_file():
             raise ValueError(
                 f"{path} has neither {CONFIG_FILE} nor {MANIFEST_FILE}: it is no release directory "

@@ -38,7 +38,8 @@ def page(title: str, *parts: str) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)} · Tandem</title><style>{STYLE}</style></head>"
-        f"<body><p><a href='/evals'>evaluations</a></p><h1>{escape(title)}</h1>"
+        "<body><p><a href='/'>dashboard</a> · <a href='/evals'>evaluations</a></p>"
+        f"<h1>{escape(title)}</h1>"
         f"{''.join(parts)}</body></html>\n"
     )
 

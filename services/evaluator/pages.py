@@ -41,7 +41,7 @@ def index_page(
     form = "<form action='/evals/compare'><p><button>Compare the two chosen</button></p>"
     parts = [form]
     for job_id, suites in trends.items():
-        parts.append(f"<h2>{_text(job_id)}</h2>")
+        parts.append(f'<h2 id="{_text(job_id)}">{_text(job_id)}</h2>')
         for suite, (versions, line) in suites.items():
             parts += [
                 paragraph(_direction(suite, versions, line, verdicts[job_id].get(suite))),

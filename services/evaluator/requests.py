@@ -3,23 +3,23 @@
 They run one after the other. Nobody holds a server for them: if the trainer gives it another
 version meanwhile, the evaluation fails and says so, instead of mixing two policies. A checkpoint
 gets a sampler of its own; the same request for the same checkpoint goes on where it was left.
+What was accepted is on disk: a restarted process takes it up, oldest first.
 """
 
 import asyncio
 import contextlib
 import os
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import structlog
-from pydantic import BaseModel, Field, model_validator
 from redis.asyncio import Redis
 
+from services.evaluator.asked import Asked, EvalRequest, EvalStatus, RequestStore
 from services.evaluator.checkpoint import Checkpoint, serving
 from services.evaluator.plan import EvaluationFailed, Plan, Policy, make_plan, suite_slug
 from services.evaluator.runner import Runner
@@ -29,17 +29,16 @@ from shared.data import DataError
 from shared.errors import DeadlineExceeded, HttpFailed, Retryable, TandemError
 from shared.http import HttpClient
 from shared.job import expand_path
-from shared.job_eval import SuiteSection
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.registry import Replica, live_replicas
+from shared.tasks import end
 from shared.telemetry import now_s
 
 log = structlog.get_logger()
 
-KEPT = 100
+MAX_ATTEMPTS = 3
 GRADING_TIMEOUT_S = 5.0
 DATA_ROOT_VARIABLE = "DATA_ROOT"
-State = Literal["queued", "running", "finished", "failed"]
 
 
 class Refused(TandemError):
@@ -52,53 +51,17 @@ class Refused(TandemError):
         self.status = status
 
 
-class EvalRequest(SuiteSection):
-    """POST /v1/evals."""
-
-    samples_per_problem: int = Field(8, gt=0, le=1024)
-    deadline_s: float = Field(600.0, gt=0)
-    """Seconds from the start of the evaluation."""
-    replica: str | None = None
-    """The rollout server to use; default: the first one that serves a version."""
-    checkpoint: str | None = None
-    """A release directory, or a published version (`runs/<job>/weights/v<version>`), instead."""
-    context_length: int | None = Field(None, gt=1)
-    """Of the checkpoint's sampler; default: what the longest prompt and its response need."""
-    max_running_requests: int = Field(128, gt=0)
-    """Completions that the checkpoint's sampler decodes at the same time."""
-    seed: int = Field(0, ge=0)
-
-    @model_validator(mode="after")
-    def _one_policy(self) -> Self:
-        if self.replica is not None and self.checkpoint is not None:
-            raise ValueError("give a replica or a checkpoint, not both")
-        return self
-
-
-class EvalStatus(BaseModel):
-    """GET /v1/evals/{id}."""
-
-    eval_id: str
-    state: State
-    suite: str
-    replica: str
-    policy_version: int
-    problems_done: int = 0
-    problems: int
-    error: str = ""
-    result: dict[str, Any] | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Accepted:
     plan: Plan
     within_s: float
     replica: str = ""
+    policy: Policy | None = None
     checkpoint: Checkpoint | None = None
 
 
 class RequestedEvals:
-    """Accepts requests, runs them in turn, remembers the last hundred."""
+    """Accepts requests, runs them in turn, remembers the last hundred, over restarts as well."""
 
     def __init__(
         self,
@@ -107,7 +70,9 @@ class RequestedEvals:
         current: CurrentJob,
         http: HttpClient,
         *,
+        store: RequestStore,
         data_roots: Iterable[Path],
+        drain_s: float = 20.0,
     ) -> None:
         self._redis = redis
         self._runner = runner
@@ -115,38 +80,31 @@ class RequestedEvals:
         self._http = http
         self._roots = _allowed_roots(data_roots)
         self._waiting: asyncio.Queue[_Accepted] = asyncio.Queue()
-        self._statuses: OrderedDict[str, EvalStatus] = OrderedDict()
+        self._store = store
+        self._drain_s = drain_s
 
     def all(self) -> list[EvalStatus]:
         """Oldest first."""
-        return list(self._statuses.values())
+        return [one.status for one in self._store.all()]
 
     def get(self, eval_id: str) -> EvalStatus | None:
-        return self._statuses.get(eval_id)
+        asked = self._store.get(eval_id)
+        return asked.status if asked else None
 
     async def submit(self, request: EvalRequest) -> EvalStatus:
-        """Check the request and queue it; raises `Refused`."""
+        """Check the request, keep it and queue it; raises `Refused`."""
         self._check_path("data.path", request.data.path)
         if request.checkpoint is not None:
             accepted = await self._of_checkpoint(request, request.checkpoint)
         else:
             accepted = await self._of_server(request)
-        plan = accepted.plan
-        known = self._statuses.get(plan.eval_id)
+        known = self.get(accepted.plan.eval_id)
         if known is not None and known.state in ("queued", "running"):
             return known
-        self._set(
-            EvalStatus(
-                eval_id=plan.eval_id,
-                state="queued",
-                suite=plan.suite,
-                replica=accepted.replica,
-                policy_version=plan.policy_version,
-                problems=len(plan.problems),
-            )
-        )
+        asked = _asked(request, accepted, self._store.next_number())
+        self._store.keep(asked)
         self._waiting.put_nowait(accepted)
-        return self._statuses[plan.eval_id]
+        return asked.status
 
     async def _of_server(self, request: EvalRequest) -> _Accepted:
         await self._current.refresh()
@@ -157,8 +115,9 @@ class RequestedEvals:
         assert replica.policy_version is not None  # `_server` chose it for that
         stem = f"x{secrets.token_hex(4)}"
         named = (announced.job_id, replica.policy_version, stem)
-        plan = await self._plan(request, Policy.of_job(job), *named)
-        return _Accepted(plan, request.deadline_s, replica=replica.name)
+        policy = Policy.of_job(job)
+        plan = await self._plan(request, policy, *named)
+        return _Accepted(plan, request.deadline_s, replica=replica.name, policy=policy)
 
     async def _of_checkpoint(self, request: EvalRequest, given: str) -> _Accepted:
         path = self._check_path("checkpoint", given)
@@ -179,17 +138,61 @@ class RequestedEvals:
         return _Accepted(plan, request.deadline_s, checkpoint=checkpoint)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Carry out what is queued, one at a time, until `stop`."""
-        while not stop.is_set():
-            try:
-                accepted = await asyncio.wait_for(self._waiting.get(), 0.5)
-            except TimeoutError:
+        """Carry out what an earlier process left, then what comes, one at a time, until `stop`."""
+        await self._take_up()
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            while not stop.is_set():
+                try:
+                    accepted = await asyncio.wait_for(self._waiting.get(), 0.5)
+                except TimeoutError:
+                    continue
+                await self._carry_out_until(stopped, accepted, stop)
+        finally:
+            await end(stopped)
+
+    async def _carry_out_until(
+        self, stopped: asyncio.Task[bool], accepted: _Accepted, stop: asyncio.Event
+    ) -> None:
+        """A stop lets the problems in progress end, within `drain_s`; the rest comes later."""
+        work = asyncio.create_task(self._carry_out(accepted, stop), name=accepted.plan.eval_id)
+        try:
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work}, timeout=self._drain_s)
+            if work.done():
+                work.result()
+            else:
+                self._hand_back(accepted.plan.eval_id)
+        finally:
+            await end(work)
+
+    async def _take_up(self) -> None:
+        for asked in self._store.all():
+            if asked.status.state not in ("queued", "running"):
                 continue
-            await self._carry_out(accepted, stop)
+            try:
+                self._waiting.put_nowait(await self._again(asked))
+            except (Refused, EvaluationFailed) as err:
+                self._change(asked.status.eval_id, state="failed", error=str(err))
+
+    async def _again(self, asked: Asked) -> _Accepted:
+        """As it was accepted; another policy than that one is never put in its place."""
+        request = asked.request
+        if asked.attempts >= MAX_ATTEMPTS:
+            raise EvaluationFailed(f"the evaluator ended {asked.attempts} times while it was at it")
+        if request.checkpoint is not None:
+            accepted = await self._of_checkpoint(request, request.checkpoint)
+            if accepted.plan.eval_id != asked.status.eval_id:
+                raise EvaluationFailed(f"{request.checkpoint} has changed since it was asked for")
+            return accepted
+        assert asked.policy is not None  # `_of_server` gave one
+        named = (asked.job_id, asked.status.policy_version, asked.stem)
+        plan = await self._plan(request, asked.policy, *named)
+        return _Accepted(plan, request.deadline_s, asked.status.replica, asked.policy)
 
     async def _carry_out(self, accepted: _Accepted, stop: asyncio.Event) -> None:
         plan = _due(accepted.plan, accepted.within_s)
-        self._change(plan.eval_id, state="running")
+        self._begin(plan.eval_id)
         try:
             async with self._sampler(plan, accepted) as sampler:
                 result = await self._runner.run(
@@ -197,13 +200,17 @@ class RequestedEvals:
                     sampler=sampler,
                     graders=reward_servers(self._redis),
                     stop=stop,
-                    progress=lambda done, _: self._change(plan.eval_id, problems_done=done),
+                    progress=lambda done, _: self._store.note_progress(plan.eval_id, done),
                 )
-        except (EvaluationFailed, DeadlineExceeded, HttpFailed, Retryable, OSError) as err:
+        except Retryable:
+            assert stop.is_set(), "only a stop interrupts an evaluation"
+            self._hand_back(plan.eval_id)
+        except (EvaluationFailed, DeadlineExceeded, HttpFailed, OSError) as err:
             log.warning("requested_evaluation_failed", eval_id=plan.eval_id, error=str(err))
             self._change(plan.eval_id, state="failed", error=str(err))
         else:
-            self._change(plan.eval_id, state="finished", result=result)
+            done = len(plan.problems)
+            self._change(plan.eval_id, state="finished", result=result, problems_done=done)
 
     @contextlib.asynccontextmanager
     async def _sampler(self, plan: Plan, accepted: _Accepted) -> AsyncIterator[Address]:
@@ -262,14 +269,45 @@ class RequestedEvals:
             raise Refused(key, f"{path} is outside the data roots")
         return path
 
-    def _set(self, status: EvalStatus) -> None:
-        self._statuses[status.eval_id] = status
-        while len(self._statuses) > KEPT:
-            self._statuses.popitem(last=False)
+    def _begin(self, eval_id: str) -> None:
+        asked = self._store.get(eval_id)
+        assert asked is not None  # what is queued is kept
+        status = asked.status.model_copy(update={"state": "running"})
+        attempts = asked.attempts + 1
+        self._store.keep(asked.model_copy(update={"status": status, "attempts": attempts}))
+
+    def _hand_back(self, eval_id: str) -> None:
+        """A stop is nobody's fault: it does not count as an attempt."""
+        self._change(eval_id, state="queued")
+        asked = self._store.get(eval_id)
+        assert asked is not None  # just changed
+        self._store.keep(asked.model_copy(update={"attempts": asked.attempts - 1}))
 
     def _change(self, eval_id: str, **fields: Any) -> None:
-        if status := self._statuses.get(eval_id):
-            self._statuses[eval_id] = status.model_copy(update=fields)
+        asked = self._store.get(eval_id)
+        assert asked is not None  # what is queued is kept
+        status = asked.status.model_copy(update=fields)
+        self._store.keep(asked.model_copy(update={"status": status}))
+
+
+def _asked(request: EvalRequest, accepted: _Accepted, number: int) -> Asked:
+    plan = accepted.plan
+    status = EvalStatus(
+        eval_id=plan.eval_id,
+        state="queued",
+        suite=plan.suite,
+        replica=accepted.replica,
+        policy_version=plan.policy_version,
+        problems=len(plan.problems),
+    )
+    return Asked(
+        number=number,
+        request=request,
+        status=status,
+        job_id=plan.job_id,
+        stem=plan.stem,
+        policy=accepted.policy,
+    )
 
 
 def _stem_of(request: EvalRequest, checkpoint: Checkpoint) -> str:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from services.trainer import api, inspection, launch_routes, weight_routes
+from services.trainer import api, evaluation_pages, inspection, launch_routes, weight_routes
 from services.trainer.config import TrainerConfig
 from services.trainer.dashboard.routes import router as dashboard
 from services.trainer.jobs.runner import BeginRanks, JobRunner
@@ -39,6 +39,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
         )
         state.board = LaunchBoard()
         async with HttpClient() as http:
+            state.http = http
             state.runner = JobRunner(
                 state.redis,
                 store=state.store,
@@ -59,6 +60,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
     app.include_router(launch_routes.router)
     app.include_router(weight_routes.router)
     app.include_router(dashboard)
+    app.include_router(evaluation_pages.router)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))
     app.add_exception_handler(Refused, api.answer_refused)
     answer_malformed(app)

@@ -68,6 +68,12 @@ def round_indexer(x: Tensor, *, form: Literal["none", "fp8", "fp4"]) -> Tensor:
     return _round(activation.hadamard(x), activation.INDEXER_FP8_GROUP, _E4M3)
 
 
+def round_e4m3(groups: Tensor, *, dims: tuple[int, ...], floor: float) -> Tensor:
+    """To E4M3 where values of float32 `groups` that differ only along `dims` share a scale, made
+    from their absolute maximum or from `floor`."""
+    return _round_groups(groups, _E4M3, dims, floor)
+
+
 def _round(x: Tensor, group: int, grid: _Grid) -> Tensor:
     width = x.shape[-1]
     group = min(group, width)
@@ -76,13 +82,13 @@ def _round(x: Tensor, group: int, grid: _Grid) -> Tensor:
         parts = (_round(x[..., :whole], group, grid), _round(x[..., whole:], group, grid))
         return torch.cat(parts, dim=-1)
     groups = x.reshape(*x.shape[:-1], width // group, group)
-    return _round_groups(groups, grid).view(x.shape)
+    return _round_groups(groups, grid, (-1,), grid.floor).view(x.shape)
 
 
-def _round_groups(groups: Tensor, grid: _Grid) -> Tensor:
+def _round_groups(groups: Tensor, grid: _Grid, dims: tuple[int, ...], floor: float) -> Tensor:
     # 2^⌈log2(peak / largest)⌉ without a logarithm: carry into the exponent if the mantissa is above
     # that of the format's largest value, then drop the mantissa.
-    peak = groups.abs().amax(-1, keepdim=True).clamp_(min=grid.floor).view(torch.int32)
+    peak = groups.abs().amax(dims, keepdim=True).clamp_(min=floor).view(torch.int32)
     rounded_up = peak.add_(grid.carry).bitwise_and_(_EXPONENT).view(torch.float32)
     smallest_normal = rounded_up.mul_(grid.smallest_share)
     power = groups.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)  # 2^⌊log2|x|⌋

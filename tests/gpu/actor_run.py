@@ -14,8 +14,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -23,29 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from services.trainer.engine.actor import Actor
 from services.trainer.megatron import parallel
 from shared.job import Job, load_job_file
 from shared.messages import TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.models.deepseek_v4.checkpoint import write_release
 from shared.models.deepseek_v4.names import weight_shapes
 from tests.gpu.bandwidth import median_ms
-from tests.tiny_deepseek_v4 import FLASH, random_weight
-
-SINGLE = replace(
-    FLASH.with_format("fp8"),
-    vocab_size=4096,
-    num_hidden_layers=4,
-    num_nextn_predict_layers=0,
-    compress_ratios=(0, 4, 128, 4),
-    moe_intermediate_size=256,
-    num_hash_layers=1,
-    max_position_embeddings=65536,
-)
-"""Real hidden size, heads and number of experts; narrow experts, so that one GPU trains it."""
 
 PROMPT = 128
 STEPS = 3  # measured; one more warms up
@@ -61,11 +46,6 @@ class Load:
     @property
     def tokens(self) -> int:
         return self.sequences * self.length
-
-
-def write_random_release(folder: Path, arch: Architecture) -> None:
-    """Made and quantised on the device, one tensor at a time."""
-    write_release(folder, arch, _RandomWeights(arch), shard_bytes=2**30)
 
 
 def measure_apart(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,26 +174,6 @@ def _samples(
             )
         )
     return samples
-
-
-class _RandomWeights(Mapping[str, Tensor]):
-    """Values by release name, made when they are asked for."""
-
-    def __init__(self, arch: Architecture) -> None:
-        self._arch = arch
-        self._shapes = weight_shapes(arch)
-        self._generator = torch.Generator("cuda").manual_seed(0)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return random_weight(
-            name, self._shapes[name], self._arch, generator=self._generator, spread=0.5
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
 
 
 def main() -> None:

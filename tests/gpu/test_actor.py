@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.actor_run import SINGLE, matrix_peak, measure_apart, write_random_release
+from tests.gpu.actor_run import matrix_peak, measure_apart
+from tests.gpu.releases import SINGLE, write_random_release
 
 Figures = dict[str, Any]
 

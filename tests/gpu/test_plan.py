@@ -12,7 +12,8 @@ from services.trainer.engine.actor import Actor
 from services.trainer.megatron import parallel
 from shared.models.deepseek_v4.checkpoint import write_release
 from shared.planner import plan
-from tests.gpu.actor_run import SINGLE, Load, measure_apart, speed_job, write_random_release
+from tests.gpu.actor_run import Load, measure_apart, speed_job
+from tests.gpu.releases import SINGLE, write_random_release
 from tests.tiny_deepseek_v4 import DEMO, random_weights
 
 GIB = 2**30

@@ -46,6 +46,7 @@ class World:
     mtp: float = 0.3
     resumes: str | None = None
     offload: float = 0.0
+    precision: str = "dtype"
 
 
 PAIR, OTHERS, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
@@ -72,6 +73,14 @@ ROUNDS = (
         World("dp2 offloaded", PAIR, offload=0.5),
         World("ep2 offloaded", OTHERS, {"expert": 2}, offload=1.0),
     ),
+    (
+        World("fp8", (0,), precision="fp8"),
+        World("fp8 pp2", (1, 2), {"pipeline": 2, "last_stage_layers": 2}, precision="fp8"),
+    ),
+    (
+        World("fp8 dp2", PAIR, precision="fp8"),
+        World("fp8 ep2", OTHERS, {"expert": 2}, precision="fp8"),
+    ),
 )
 
 
@@ -95,6 +104,7 @@ def job(release: Path, world: World) -> Job:
             "cluster": {"gpus_per_node": len(world.ranks)},
             "actor": {
                 "dtype": "float32",
+                "precision": world.precision,
                 "max_tokens_per_gpu": 192,
                 "parallel": world.parallel,
                 "mtp_loss_weight": world.mtp,

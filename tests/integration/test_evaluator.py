@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ from fastapi import FastAPI, HTTPException
 from redis.asyncio import Redis
 
 from services.evaluator.app import create_app, workers
+from services.evaluator.asked import RequestStore
 from services.evaluator.config import EvaluatorConfig, RunnerConfig
 from services.evaluator.samples import read_samples
 from shared import topology
@@ -224,12 +226,13 @@ class Stage:
                     await asyncio.gather(*tasks)
 
     @contextlib.asynccontextmanager
-    async def evaluator_process(self) -> AsyncIterator[asyncio.subprocess.Process]:
+    async def evaluator_process(self, port: int = 0) -> AsyncIterator[asyncio.subprocess.Process]:
         """The service as it is deployed; killed at the end."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.evaluator", "--replica", "evaluator"),
-            *("--redis-url", self.redis_url, "--port", "0", "--runner.retry-s", "0.05"),
+            *("--redis-url", self.redis_url, "--port", str(port), "--runner.retry-s", "0.05"),
             *("--runs-dir", str(self.tmp_path / "runs")),
+            *("--data-roots", json.dumps([str(self.tmp_path)])),
         )
         try:
             yield process
@@ -462,6 +465,59 @@ async def test_requested_evaluation_runs_and_is_remembered(stage: Stage) -> None
         assert [one["eval_id"] for one in (await http.get(url))["evals"]] == [accepted["eval_id"]]
 
 
+async def test_requested_evaluations_survive_a_killed_evaluator(stage: Stage) -> None:
+    """One in progress, one behind it; after kill -9 both end, and no problem is sampled twice."""
+    job = await stage.announce_job()
+    await stage.register()
+    assert job.eval is not None
+    stage.rollout.num_allowed = 5
+    data, port = {"path": job.eval.data.path}, free_port()
+    bodies = [
+        {"suite": name, "data": data, "samples_per_problem": 2, "max_response_tokens": 8}
+        for name in ("first", "second")
+    ]
+    url = f"http://127.0.0.1:{port}/v1/evals"
+    async with HttpClient(attempts=20) as http:  # connects once the process is up
+        async with stage.evaluator_process(port) as process:
+            accepted = [await http.post(url, body) for body in bodies]
+            first = f"{url}/{accepted[0]['eval_id']}"
+
+            async def has_five() -> bool:
+                return int((await http.get(first))["problems_done"]) == 5
+
+            await until(has_five, "five problems", within_s=30)
+            process.kill()
+            await process.wait()
+        stage.rollout.num_allowed = 1000
+        async with stage.evaluator_process(port) as process:
+            ends = [await ended(http, f"{url}/{one['eval_id']}", within_s=30) for one in accepted]
+            process.kill()
+            await process.wait()
+        async with stage.evaluator_process(port) as process:
+            again = (await http.get(url))["evals"]
+    assert [(one["state"], one["error"]) for one in ends] == [("finished", "")] * 2
+    assert len(stage.rollout.requests) == 2 * NUM_PROBLEMS
+    assert again == ends
+
+
+async def test_request_that_kills_the_evaluator_is_given_up(stage: Stage) -> None:
+    job = await stage.announce_job()
+    await stage.register()
+    assert job.eval is not None
+    stage.rollout.gate.clear()
+    body = {"suite": "x", "data": {"path": job.eval.data.path}, "max_response_tokens": 8}
+    async with stage.evaluator() as running, HttpClient() as http:
+        accepted = await http.post(f"{running.url}/v1/evals", body)
+    store = RequestStore(stage.tmp_path / "runs", "evaluator")
+    asked = store.get(accepted["eval_id"])
+    assert asked is not None
+    assert (asked.status.state, asked.attempts) == ("queued", 0)  # a stop hands it back
+    store.keep(asked.model_copy(update={"attempts": 3}))
+    async with stage.evaluator() as running, HttpClient() as http:
+        status = await ended(http, f"{running.url}/v1/evals/{accepted['eval_id']}")
+    assert status["error"] == "the evaluator ended 3 times while it was at it"
+
+
 async def test_requested_evaluation_fails_when_its_server_moves_on(stage: Stage) -> None:
     job = await stage.announce_job()
     await stage.register()
@@ -536,6 +592,21 @@ async def test_checkpoint_that_cannot_be_evaluated_is_refused(
     async with stage.evaluator() as running, HttpClient() as http:
         with pytest.raises(Exception, match=words):
             await http.post(f"{running.url}/v1/evals", body)
+
+
+async def test_torch_dist_checkpoint_is_refused_with_the_command_that_converts_it(
+    stage: Stage,
+) -> None:
+    job = await stage.announce_job()
+    assert job.eval is not None
+    folder = stage.tmp_path / "step-40"
+    folder.mkdir()
+    (folder / ".metadata").touch()
+    body = {"suite": "x", "data": {"path": job.eval.data.path}, "max_response_tokens": 8}
+    words = f"python -m services.cli convert {folder} {folder}-fp8 --to fp8 --like RELEASE"
+    async with stage.evaluator() as running, HttpClient() as http:
+        with pytest.raises(Exception, match=re.escape(words)):
+            await http.post(f"{running.url}/v1/evals", {**body, "checkpoint": str(folder)})
 
 
 @pytest.mark.parametrize(

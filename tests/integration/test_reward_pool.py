@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -141,15 +142,21 @@ async def test_a_slow_check_yields_the_cores(pool: GradingPool) -> None:
 
 
 async def test_neighbours_of_hostile_checks_keep_their_latency(pool: GradingPool) -> None:
+    """Of 50 groups at most two wait for 0.2 s, while the slow lane is full all the time.
+
+    Without the lane both workers would be taken for 4.5 s. How p99 changes is a figure of the
+    machine as well: `python -m benchmarks.reward` measures it.
+    """
     hostile = asyncio.create_task(pool.grade([Check("spins", "60", "", 1.5)] * 6))
     await asyncio.sleep(0.3)  # the slow lane is full by now
     latencies = []
-    for _ in range(50):
+    while len(latencies) < 50 and not hostile.done():
         begin_s = time.monotonic()
         outcomes = await pool.grade(right(8))
         latencies.append(time.monotonic() - begin_s)
         assert all(isinstance(outcome, Score) for outcome in outcomes)
-    assert sorted(latencies)[25] < 0.1
+    assert len(latencies) == 50
+    assert sorted(latencies)[47] < 0.2
     assert set(await hostile) == {Timeout(after_s=1.5)}
 
 
@@ -206,11 +213,21 @@ async def test_a_dead_zygote_ends_the_pool_and_its_workers() -> None:
     await pool.close()
 
 
-async def test_the_pool_starts_within_a_second_of_its_own_time() -> None:
-    begin_s = time.process_time()
+async def test_the_pool_starts_in_under_a_second() -> None:
+    """Of CPU time in all its processes: on a core that is free, the wall clock says no more.
+
+    `python -m benchmarks.reward --only start` has the wall clock.
+    """
+
+    def spent_s() -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return time.process_time() + children.ru_utime + children.ru_stime
+
+    begin_s = spent_s()
     pool = await GradingPool.start(PoolConfig(workers=2))
-    assert time.process_time() - begin_s < 0.5
-    await pool.close()
+    assert (await pool.grade(right(1)))[0].kind == "score"
+    await pool.close()  # ended children are counted
+    assert spent_s() - begin_s < 1.0
 
 
 async def test_a_grader_that_cannot_be_loaded_stops_the_start() -> None:

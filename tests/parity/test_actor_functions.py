@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.trainer.fp8.products import EXACT
 from services.trainer.models.deepseek_v4 import hyper_connections as hc
 from services.trainer.models.deepseek_v4.attention_core import Reach, attend, visible
 from services.trainer.models.deepseek_v4.experts import _GroupedSwiGLU, _SumRows, _TakeRows
@@ -64,7 +65,8 @@ def test_grouped_experts_gradient() -> None:
     counts = [3, 0, 4]
     inputs = (leaf(7, 4), leaf(3, 2, 5, 4), leaf(3, 4, 5), torch.rand(7, dtype=torch.float64))
     inputs[3].requires_grad_()
-    check(lambda x, a, b, w: _GroupedSwiGLU.apply(x, a, b, w, counts, 0.8, UNQUANTISED), *inputs)
+    rest = (counts, 0.8, UNQUANTISED, EXACT)
+    check(lambda x, a, b, w: _GroupedSwiGLU.apply(x, a, b, w, *rest), *inputs)
 
 
 def test_rows_are_taken_and_summed_by_token() -> None:

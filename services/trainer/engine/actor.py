@@ -6,7 +6,7 @@ log-probabilities, a policy too far from the sampler's, a loss or gradient that 
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ from services.trainer.engine.tokens import (
     scored_sequences,
 )
 from services.trainer.engine.tracing import has_whole_model, traced_states
+from services.trainer.fp8.choice import training_products
+from services.trainer.fp8.products import products_as
 from services.trainer.loss.aggregation import token_coefficients
 from services.trainer.loss.divergence import kl_estimate, kl_k3
 from services.trainer.loss.drift import drift_metrics
@@ -82,6 +84,7 @@ class Actor:
         )
         self.policy = served_policy(job, self.rollout_checkpoint)
         self._quant = _activation_rounding(job, self.policy)
+        self._products = training_products(job.actor, self.policy.scale)
         check_layout(job, self.architecture)
         self.layout = job.layout
         self.config = transformer_config(
@@ -279,11 +282,14 @@ class Actor:
         with self._reference.in_place():
             return self._score(sequences, temperature).logprobs
 
-    def _rounding(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _rounding(self) -> Iterator[None]:
         """Around every pass; the optimiser steps outside."""
-        if self.job.actor.quantisation == "none":
-            return nullcontext()
-        return rounded_weights(self.model, self.policy)
+        with ExitStack() as stack:
+            if self.job.actor.quantisation != "none":
+                stack.enter_context(rounded_weights(self.model, self.policy))
+            stack.enter_context(products_as(self.model, self._products))
+            yield
 
     def _pack(self, sequences: list[ScoredSequence]) -> "_Packed":
         """This rank's micro-batches: all ranks plan for all, and so agree without a word."""

@@ -4,6 +4,7 @@ Whoever builds a part takes its line out.
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from shared.job import Job
@@ -21,6 +22,11 @@ LACKING = (
     *(
         Lacking(f"actor.kernels.{part}", lambda kind: kind == "torch", "only torch is built")
         for part in ("mhc_pre", "mhc_post", "attention", "indexer", "experts", "router")
+    ),
+    Lacking(
+        "actor.kernels.linear",
+        lambda kind: kind == "torch" or find_spec("transformer_engine") is not None,
+        "TransformerEngine is not installed here; 'torch' emulates FP8 on any device",
     ),
     Lacking("tracking.wandb", lambda section: section is None, "no client of wandb is built"),
 )

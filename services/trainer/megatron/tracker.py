@@ -1,6 +1,6 @@
 """Counts the bytes of live tensors, so that a CPU shows what a device would have to hold.
 
-    with MemoryTracker() as tracker: …      tracker.live_bytes, tracker.peak_bytes
+    with MemoryTracker() as tracker: …      tracker.live_bytes, .peak_bytes, .largest_bytes
 
 Every operation's outputs are seen, also those of backward passes; a storage counts once and until
 it is freed. Tensors made before the tracker began are not counted.
@@ -19,6 +19,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.largest_bytes = 0  # of a single storage
         self._known: dict[int, int] = {}
 
     def restart_peak(self) -> None:
@@ -41,6 +42,7 @@ class MemoryTracker(TorchDispatchMode):
         self._known[key] = storage.nbytes()
         self.live_bytes += self._known[key]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.largest_bytes = max(self.largest_bytes, self._known[key])
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:

@@ -30,6 +30,7 @@ def drift_bound(job: Mapping[str, Any]) -> Bound:
         and not rollout.get("quantise_activations", True)
         and actor.get("quantisation", "none") == "none"
         and actor.get("dtype") == "float32"
+        and actor.get("precision", "dtype") == "dtype"
     )
     if unrounded and _part(job, "algorithm").get("max_lag", 0) == 0:
         return EXACT

@@ -7,6 +7,7 @@ import base64
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
+from urllib.parse import quote, urlencode
 
 from services.trainer.report import proofs, sentences
 from services.trainer.report.evaluations import Comparison, Evaluation, compare
@@ -24,7 +25,12 @@ def render_page(summary: Summary, figures: dict[str, Path]) -> str:
         _tiles(summary),
         _warnings(summary),
         _section("Before and after", sentences.evaluations(summary), _before_after(summary)),
-        _section("Offline evaluation", _figure(figures, "pass_at_k"), _evaluations(summary)),
+        _section(
+            "Offline evaluation",
+            _figure(figures, "pass_at_k"),
+            _evaluations(summary),
+            _pages(summary),
+        ),
         _section("Online reward", sentences.reward(summary), _figure(figures, "reward")),
         _section("Preflight", proofs.preflight_sentence(summary.preflight), _preflight(summary)),
         _section(
@@ -132,6 +138,24 @@ def _estimate(evaluation: Evaluation, k: str) -> str:
 def _difference(change: Comparison) -> str:
     interval = f"[{signed_share(change.low)}, {signed_share(change.high)}]"
     return f"{signed_share(change.difference)} {interval}"
+
+
+def _pages(summary: Summary) -> str:
+    """Absolute paths: they work where the trainer serves this page, not from a file."""
+    if not summary.evaluations:
+        return ""
+    first, last = (
+        f"{summary.job_id}/v{one.policy_version:08d}"
+        for one in (summary.evaluations[0], summary.evaluations[-1])
+    )
+    pair = escape(urlencode({"before": first, "after": last}))
+    links = [
+        f'<a href="/evals#{escape(summary.job_id)}">all evaluations of this run</a>',
+        f'<a href="/evals/{escape(quote(last))}">samples of the last one</a>',
+    ]
+    if first != last:
+        links.append(f'<a href="/evals/compare?{pair}">first and last compared</a>')
+    return f"<p>While the trainer and its evaluator run: {', '.join(links)}.</p>"
 
 
 def _evaluations(summary: Summary) -> str:

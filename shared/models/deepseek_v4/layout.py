@@ -34,8 +34,10 @@ def check_layout(job: Job, architecture: Architecture) -> None:
             raise ValueError(f"actor.parallel.{field} {size} does not divide {what} {number}")
     _check_mtp(job, architecture)
     _check_rows(job, architecture)
-    if job.actor.quantisation != "none" and architecture.weight_format in ("fp8", "fp4"):
-        _check_blocks(layout, architecture)
+    if job.actor.precision == "fp8":
+        _check_blocks(layout, architecture, "actor.precision must be dtype")
+    elif job.actor.quantisation != "none" and architecture.weight_format in ("fp8", "fp4"):
+        _check_blocks(layout, architecture, "actor.quantisation must be none")
 
 
 def shared_out(layout: Layout, arch: Architecture) -> Iterator[tuple[str, int, str, int]]:
@@ -75,7 +77,7 @@ def _check_rows(job: Job, arch: Architecture) -> None:
         )
 
 
-def _check_blocks(layout: Layout, arch: Architecture) -> None:
+def _check_blocks(layout: Layout, arch: Architecture, remedy: str) -> None:
     """Ranks that round weights must hold whole blocks, which share one scale."""
     widths = (
         ("tensor", layout.tensor, "query", arch.num_attention_heads * arch.head_dim),
@@ -87,5 +89,5 @@ def _check_blocks(layout: Layout, arch: Architecture) -> None:
         if size > 1 and (width // size) % QUANT_BLOCK:
             raise ValueError(
                 f"actor.parallel.{field} {size} cuts the {what} width {width} inside blocks of "
-                f"{QUANT_BLOCK} that share a scale, so actor.quantisation must be none"
+                f"{QUANT_BLOCK} that share a scale, so {remedy}"
             )

@@ -164,7 +164,7 @@ async def serve(channel: SyncChannel, first: Request, folder: Path) -> None:
     server = Server(spec, spec.server, log_file=log_file)
     try:
         try:
-            versions = await _started(spec, spec.server, server, folder)
+            versions = await started(spec, spec.server, server, folder)
         except Exception as err:
             channel.fail(first.id, err)
             raise
@@ -174,9 +174,10 @@ async def serve(channel: SyncChannel, first: Request, folder: Path) -> None:
         await server.stop()
 
 
-async def _started(
+async def started(
     spec: EngineSpec, server_spec: ServerSpec, server: Server, folder: Path
 ) -> Versions:
+    """The server with its own first weights up, or attached to, and what replaces them."""
     if server.is_ours:
         tensors = await asyncio.to_thread(first_tensors, Path(server_spec.checkpoint), spec.arch)
         config = config_of(spec, server_spec)

@@ -23,6 +23,10 @@ class Path(NamedTuple):
 
 
 TABLE: Mapping[str, Mapping[str, Path]] = {
+    "mhc_prenorm": {
+        "deep_gemm": Path(_CUDA, {"SGLANG_OPT_DEEPGEMM_HC_PRENORM": "1"}),
+        "plain": Path(_BOTH, {"SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0"}),
+    },
     "mhc_pre": {
         "tilelang": Path(_BOTH, {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "1"}),
         "torch": Path(_BOTH, {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0"}),
@@ -62,6 +66,9 @@ TABLE: Mapping[str, Mapping[str, Path]] = {
 # What "auto" means: the first is what a server of that platform runs fastest.
 PRESETS: Mapping[Platform, Kernels] = {
     "cuda": Kernels(
+        # Not deep_gemm: newer servers keep split copies of the mixing matrices for it, and then
+        # refuse updates.
+        mhc_prenorm="plain",
         mhc_pre="tilelang",
         mhc_post="tilelang",
         attention="flashmla",
@@ -70,6 +77,7 @@ PRESETS: Mapping[Platform, Kernels] = {
         hash_topk="fused",
     ),
     "rocm": Kernels(
+        mhc_prenorm="plain",
         mhc_pre="tilelang",
         mhc_post="tilelang",
         attention="aiter_sparse",
@@ -83,8 +91,6 @@ PRESETS: Mapping[Platform, Kernels] = {
 FOR_UPDATES: Mapping[str, str] = {
     # With 1 the grouped output matrix is packed at load, and every reload asserts.
     "SGLANG_OPT_FP8_WO_A_GEMM": "0",
-    # With 1 split copies of the mixing matrices are cached, and an update is refused.
-    "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
     # Tensors come in our names and order; the loader's own list of a whole checkpoint does not fit.
     "SGLANG_SKIP_CHECKPOINT_LOAD_CHECK": "1",
 }

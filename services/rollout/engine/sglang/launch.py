@@ -74,6 +74,8 @@ def _gpu(engine: EngineSpec, server: ServerSpec) -> tuple[list[str], dict[str, s
         # A server compiles what it meets; compiling ahead of that takes minutes at each start.
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
         "SGLANG_DSV4_MHC_PREWARM": "0",
+        # Ours is set for Megatron; the server compiles parts of what it captures.
+        "TORCHDYNAMO_DISABLE": "0",
         "HF_HUB_OFFLINE": "1",
     }
 

@@ -13,6 +13,7 @@ TransportName = Literal["disk", "tensor", "gloo", "nccl"]
 class Kernels:
     """How each part of the model is computed on a GPU; `kernels.py` says what there is."""
 
+    mhc_prenorm: str = "auto"
     mhc_pre: str = "auto"
     mhc_post: str = "auto"
     attention: str = "auto"

@@ -50,16 +50,22 @@ class SharedMemory:
     async def send(self, client: SGLangClient, folder: Path, *, timeout_s: float) -> None:
         tensors = await asyncio.to_thread(read_folder, folder)
         for bucket in buckets_of(tensors, max_bytes=BUCKET_BYTES):
-            handle = await asyncio.to_thread(_shared_handle, bucket)
-            body = {
-                "serialized_named_tensors": [handle],
-                "load_format": "flattened_bucket",
-                "flush_cache": True,
-            }
-            await client.change("/update_weights_from_tensor", body, timeout_s=timeout_s)
+            await send_bucket(client, bucket, timeout_s=timeout_s)
 
 
-def _shared_handle(bucket: Bucket) -> str:
+async def send_bucket(client: SGLangClient, bucket: Bucket, *, timeout_s: float) -> None:
+    """One call with a handle of tensors that the server maps."""
+    handle, _held = await asyncio.to_thread(_shared_handle, bucket)
+    body = {
+        "serialized_named_tensors": [handle],
+        "load_format": "flattened_bucket",
+        "flush_cache": True,
+    }
+    await client.change("/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+
+def _shared_handle(bucket: Bucket) -> tuple[str, dict[str, Any]]:
+    """The handle, and what must live until the server has mapped it."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -76,7 +82,7 @@ def _shared_handle(bucket: Bucket) -> str:
         "flattened_tensor": flat.get_flattened_tensor(),
         "metadata": flat.get_metadata(),
     }
-    return base64.b64encode(MultiprocessingSerializer.serialize(shared)).decode()
+    return base64.b64encode(MultiprocessingSerializer.serialize(shared)).decode(), shared
 
 
 class ProcessGroup:

@@ -72,7 +72,7 @@ class Versions:
         self._spec = spec
         self._folder = folder
         self._dialect = dialect
-        self._transport = transport
+        self.transport = transport
 
     @property
     def _server(self) -> Server:
@@ -83,7 +83,7 @@ class Versions:
     ) -> dict[str, Any]:
         """Fields of a CommitResult; WeightsCorrupt with the old version serving."""
         watch = Stopwatch(asked_at_s)
-        candidate = await asyncio.to_thread(self._prepare, manifest, staged)
+        candidate = await self._prepare(manifest, staged)
         watch.lap("load_s")
         try:
             async with self.engine.quiet(hand_over=commit.pause_mode == "abort"):
@@ -140,25 +140,23 @@ class Versions:
         if found != str(version.policy_version):
             raise ServerRefused(f"labelled {version.policy_version}, and {found} is served")
 
-    def _prepare(self, manifest: Manifest, staged: Path) -> Good:
+    async def _prepare(self, manifest: Manifest, staged: Path) -> Good:
         """Write the server's folder of a staged version; WeightsCorrupt names what does not fit."""
         arch = self.engine.spec.arch
-        canonical = read_canonical(manifest, staged)
-        try:
-            check_stored(canonical, arch)
-        except CheckpointInvalid as err:
-            raise WeightsCorrupt(f"version {manifest.policy_version}: {err}") from err
+        canonical = await asyncio.to_thread(_canonical, arch, manifest, staged)
         folder = self._folder / f"v{manifest.policy_version:08d}"
         shutil.rmtree(folder, ignore_errors=True)
-        write_folder(folder, canonical, config_of(self.engine.spec, self._spec))
-        return Good(
-            manifest.policy_version, folder, checksum_of(arch, canonical), tables_of(canonical)
+        config = config_of(self.engine.spec, self._spec)
+        _, checksum = await asyncio.gather(
+            asyncio.to_thread(write_folder, folder, canonical, config),
+            asyncio.to_thread(checksum_of, arch, canonical),
         )
+        return Good(manifest.policy_version, folder, checksum, tables_of(canonical))
 
     async def _replace(self, candidate: Good, commit: CommitUpdate, watch: Stopwatch) -> Good:
         """The candidate, proven on the server; the old version is back there if this raises."""
         try:
-            await self._load(candidate.folder, self._transport)
+            await self._load(candidate.folder, self.transport)
             watch.lap("restore_s")
             proven = await self._prove(candidate, commit.probe)
             await self._label(proven)
@@ -182,7 +180,7 @@ class Versions:
     async def _prove(self, version: Good, probe: Probe | None) -> Good:
         """Score the probe through the server; WeightsCorrupt beyond its bound."""
         sequences = [] if probe is None else [one.token_ids for one in probe.sequences]
-        scores = await self.engine.score_now(sequences)
+        scores = await self._scores(sequences)
         if probe is not None:
             run_probe(probe, lambda _: scores)
         return replace(version, probe=probe, scores=scores)
@@ -220,12 +218,16 @@ class Versions:
         """WeightsCorrupt unless the server scores as it did when this version was proven."""
         if good.probe is None or not good.scores:
             return
-        found = await self.engine.score_now([one.token_ids for one in good.probe.sequences])
+        found = await self._scores([one.token_ids for one in good.probe.sequences])
         delta = float(np.abs(np.concatenate(found) - np.concatenate(good.scores)).mean())
         if not delta <= _SAME_SCORES:
             raise WeightsCorrupt(
                 f"version {good.policy_version} came back with mean |delta log p| {delta:.3g}"
             )
+
+    async def _scores(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """One by one: how a GPU server rounds depends on what it computes in one batch."""
+        return [(await self.engine.score_now([one]))[0] for one in sequences]
 
     def _serve(self, proven: Good) -> None:
         before, self.good = self.good, proven
@@ -233,6 +235,15 @@ class Versions:
         self.engine.tables = proven.tables
         if before is not None:
             shutil.rmtree(before.folder, ignore_errors=True)
+
+
+def _canonical(arch: Architecture, manifest: Manifest, staged: Path) -> dict[str, Tensor]:
+    canonical = read_canonical(manifest, staged)
+    try:
+        check_stored(canonical, arch)
+    except CheckpointInvalid as err:
+        raise WeightsCorrupt(f"version {manifest.policy_version}: {err}") from err
+    return canonical
 
 
 def config_of(engine: EngineSpec, server: ServerSpec) -> dict[str, Any]:

@@ -137,6 +137,8 @@ function drawTitle(job, run) {
     return item;
   }));
   find("files").hidden = !ENDED.has(state);
+  find("evals").hidden = run.evals.length === 0;
+  find("evals").href = `/evals#${encodeURIComponent(shown.id)}`;
   find("report").href = `/v1/jobs/${encodeURIComponent(shown.id)}/report`;
   find("summary").href = `/v1/jobs/${encodeURIComponent(shown.id)}/summary`;
 }

@@ -9,11 +9,7 @@ tokens of every row and gather keys and entries.
 from dataclasses import replace
 
 import torch
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -22,9 +18,11 @@ from services.trainer.models.deepseek_v4.attention_core import Reach, attend, vi
 from services.trainer.models.deepseek_v4.compressor import Compressor
 from services.trainer.models.deepseek_v4.indexer import Indexer
 from services.trainer.models.deepseek_v4.layers import (
+    ColumnLinear,
     GroupedColumnLinear,
     ReplicatedLinear,
     RMSNorm,
+    RowLinear,
     split_parameter,
     wide,
 )
@@ -50,14 +48,7 @@ class HybridAttention(nn.Module):
 
         self.wq_a = ReplicatedLinear(config, a.hidden_size, a.q_lora_rank)
         self.q_norm = RMSNorm(config, a.q_lora_rank)
-        self.wq_b = ColumnParallelLinear(
-            a.q_lora_rank,
-            width,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-        )
+        self.wq_b = ColumnLinear(config, a.q_lora_rank, width)
         self.wkv = ReplicatedLinear(config, a.hidden_size, a.head_dim)
         self.kv_norm = RMSNorm(config, a.head_dim)
         self.attn_sink = split_parameter(torch.zeros(self.heads, dtype=torch.float32))
@@ -72,15 +63,7 @@ class HybridAttention(nn.Module):
         self.wo_a = GroupedColumnLinear(
             config, groups=a.o_groups, group_width=width // a.o_groups, rank=a.o_lora_rank
         )
-        self.wo_b = RowParallelLinear(
-            a.o_groups * a.o_lora_rank,
-            a.hidden_size,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=False,
-        )
+        self.wo_b = RowLinear(config, a.o_groups * a.o_lora_rank, a.hidden_size)
 
     def forward(
         self,
@@ -96,7 +79,7 @@ class HybridAttention(nn.Module):
         rounded_BSD = activations.linear_input(x_BSD, quant)
         turns_S1P = turns.unsqueeze(1)
         qr = activations.linear_input(self.q_norm(self.wq_a(rounded_BSD)), quant)
-        q_BSHK = self.wq_b(qr)[0].view(rows, length, self.heads, self.head_dim)
+        q_BSHK = self.wq_b(qr).view(rows, length, self.heads, self.head_dim)
         q_BSHK = trace("attn.q", norm_rotate(q_BSHK, turns_S1P, self.eps))
         kv_BSK = rotate(self.kv_norm(self.wkv(rounded_BSD)), turns)
         kv_BSK = trace("attn.kv", activations.keys(kv_BSK, quant, rotary=2 * turns.size(-1)))
@@ -111,7 +94,7 @@ class HybridAttention(nn.Module):
         )
         out_BSHK = trace("attn.core", rotate(out_BSHK, turns_S1P, inverse=True))
         up_TR = self.wo_a(out_BSHK.view(rows * length, self.groups, -1))
-        return self.wo_b(activations.linear_input(up_TR, quant))[0]
+        return self.wo_b(activations.linear_input(up_TR, quant))
 
     def _entries(
         self,

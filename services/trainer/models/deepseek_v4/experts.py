@@ -9,14 +9,16 @@ index, which keeps every sum in a fixed order.
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from services.trainer.fp8.products import Products, TakesProducts
 from services.trainer.models.deepseek_v4.activations import linear_input
 from services.trainer.models.deepseek_v4.dispatch import Dispatch, all_tokens, own_tokens
 from services.trainer.models.deepseek_v4.layers import (
     ClampedSwiGLU,
+    ColumnLinear,
+    RowLinear,
     clamped_swiglu,
     new_parameter,
     row_dots,
@@ -63,21 +65,18 @@ class SharedExpert(nn.Module):
         super().__init__()
         a = architecture
         inner = a.moe_intermediate_size * a.n_shared_experts
-        column = {"config": config, "init_method": config.init_method, "bias": False}
-        self.w1 = ColumnParallelLinear(a.hidden_size, inner, gather_output=False, **column)
-        self.w3 = ColumnParallelLinear(a.hidden_size, inner, gather_output=False, **column)
-        self.w2 = RowParallelLinear(
-            inner, a.hidden_size, input_is_parallel=True, skip_bias_add=False, **column
-        )
+        self.w1 = ColumnLinear(config, a.hidden_size, inner)
+        self.w3 = ColumnLinear(config, a.hidden_size, inner)
+        self.w2 = RowLinear(config, inner, a.hidden_size)
         self.limit = a.swiglu_limit if a.clamp_shared_experts else 0.0
 
     def forward(self, x_TD: Tensor, quant: ActivationQuant) -> Tensor:
         """`x` comes rounded."""
-        hidden = ClampedSwiGLU.apply(self.w1(x_TD)[0], self.w3(x_TD)[0], self.limit)
-        return self.w2(linear_input(hidden, quant))[0]
+        hidden = ClampedSwiGLU.apply(self.w1(x_TD), self.w3(x_TD), self.limit)
+        return self.w2(linear_input(hidden, quant))
 
 
-class RoutedExperts(nn.Module):
+class RoutedExperts(TakesProducts, nn.Module):
     """Gate and up rows of all local experts in `w13 [E, 2, I, D]`, down rows in `w2 [E, D, I]`.
 
     I is this rank's part of the inner width. Tensor-parallel ranks, which hold the same tokens,
@@ -121,6 +120,7 @@ class RoutedExperts(nn.Module):
             dispatch.counts,
             self.limit,
             quant,
+            self.products,
         )
         out_MD = dispatch.from_experts(out_ND)
         return all_tokens(_SumRows.apply(out_MD, order_M, place_M, ids_Tk.size(1)))
@@ -179,18 +179,19 @@ class _GroupedSwiGLU(torch.autograd.Function):
         counts: list[int],
         limit: float,
         quant: ActivationQuant,
+        products: Products,
     ) -> Tensor:
         gate_MI = rows_MD.new_empty(rows_MD.size(0), w2.size(2))
         up_MI, out_MD = torch.empty_like(gate_MI), torch.empty_like(rows_MD)
         for expert, rows in _spans(counts):
             x, gate, up = rows_MD[rows], gate_MI[rows], up_MI[rows]
-            torch.mm(x, w13[expert, 0].t(), out=gate)
-            torch.mm(x, w13[expert, 1].t(), out=up)
+            products.forward(x, w13[expert, 0], out=gate)
+            products.forward(x, w13[expert, 1], out=up)
             hidden = clamped_swiglu(gate, up, limit).mul_(weights_M[rows].unsqueeze(-1))
             hidden = linear_input(hidden.to(x.dtype), quant)
-            torch.mm(hidden, w2[expert].t(), out=out_MD[rows])
+            products.forward(hidden, w2[expert], out=out_MD[rows])
         ctx.save_for_backward(rows_MD, w13, w2, weights_M, gate_MI, up_MI)
-        ctx.counts, ctx.limit, ctx.quant = counts, limit, quant
+        ctx.counts, ctx.limit, ctx.quant, ctx.products = counts, limit, quant, products
         return out_MD
 
     @staticmethod
@@ -198,20 +199,23 @@ class _GroupedSwiGLU(torch.autograd.Function):
         rows_MD, w13, w2, weights_M, gate_MI, up_MI = ctx.saved_tensors
         grad_rows, grad_weights = torch.empty_like(rows_MD), torch.empty_like(weights_M)
         grad_w13, grad_w2 = torch.zeros_like(w13), torch.zeros_like(w2)
+        products: Products = ctx.products
         for expert, rows in _spans(ctx.counts):
             x, grad, gate, up = rows_MD[rows], grad_MD[rows], gate_MI[rows], up_MI[rows]
             weight = weights_M[rows].unsqueeze(-1)
             hidden = clamped_swiglu(gate, up, ctx.limit)
-            grad_hidden = wide(torch.mm(grad, w2[expert]))
+            grad_hidden = wide(products.input_gradient(grad, w2[expert]))
             grad_weights[rows] = row_dots(grad_hidden, hidden)
             hidden = linear_input(hidden.mul_(weight).to(x.dtype), ctx.quant)
-            torch.mm(grad.t(), hidden, out=grad_w2[expert])
+            products.weight_gradient(grad, hidden, out=grad_w2[expert])
             grads = swiglu_backward(grad_hidden.mul_(weight), gate, up, ctx.limit)
             for part, grad_part in enumerate(grads):
                 grad_part = grad_part.to(x.dtype)
-                torch.mm(grad_part.t(), x, out=grad_w13[expert, part])
-                grad_rows[rows].addmm_(grad_part, w13[expert, part], beta=float(part))
-        return grad_rows, grad_w13, grad_w2, grad_weights, None, None, None
+                products.weight_gradient(grad_part, x, out=grad_w13[expert, part])
+                products.input_gradient(
+                    grad_part, w13[expert, part], out=grad_rows[rows], add=part == 1
+                )
+        return grad_rows, grad_w13, grad_w2, grad_weights, None, None, None, None
 
 
 def _spans(counts: list[int]) -> list[tuple[int, slice]]:

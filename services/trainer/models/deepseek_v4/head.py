@@ -93,17 +93,8 @@ class _Score(torch.autograd.Function):
         logprobs = torch.empty(labels.shape, dtype=wide(x).dtype, device=x.device)
         entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for chunk in _chunks(labels):
-            logits = _logits(x[chunk], weight, temperature)
-            rows, inside = vocabulary.local(labels[chunk])
-            target = vocabulary.sum(logits.gather(-1, rows).squeeze(-1) * inside)
-            top = vocabulary.max(logits.amax(-1))
-            weights = logits.sub_(top.unsqueeze(-1)).exp()
-            total = vocabulary.sum(weights.sum(-1))
-            # The entropy is log Σe^z - Σ p·z with z = logits - top.
-            mean = vocabulary.sum(row_dots(weights, logits)) / total
-            entropy[chunk] = total.log() - mean
-            log_total[chunk] = top + total.log()
-            logprobs[chunk] = target - log_total[chunk]
+            found = _score_chunk(x[chunk], weight, labels[chunk], temperature, vocabulary)
+            logprobs[chunk], entropy[chunk], log_total[chunk] = found
         ctx.save_for_backward(x, weight, labels, log_total, entropy)
         ctx.temperature, ctx.vocabulary = temperature, vocabulary
         ctx.set_materialize_grads(False)
@@ -117,25 +108,66 @@ class _Score(torch.autograd.Function):
         grad_x = torch.empty_like(x, dtype=wide(x).dtype)
         grad_weight = torch.zeros_like(weight, dtype=grad_x.dtype)
         for chunk in _chunks(labels):
-            logits = _logits(x[chunk], weight, ctx.temperature)
-            logprobs = logits.sub_(log_total[chunk].unsqueeze(-1))
-            grad_logits = torch.zeros_like(logprobs)
-            if grad_entropy is not None:  # of the entropy: -p · (log p + entropy)
-                surprise = (logprobs + entropy[chunk].unsqueeze(-1)).mul_(logprobs.exp())
-                grad_logits.sub_(surprise.mul_(grad_entropy[chunk].unsqueeze(-1)))
-            if grad is not None:  # of log p at the label: 1 at the label, less p
-                rows, inside = ctx.vocabulary.local(labels[chunk])
-                ours = (
-                    logprobs.exp_()
-                    .neg_()
-                    .scatter_add_(-1, rows, inside.unsqueeze(-1).to(logprobs.dtype))
-                )
-                grad_logits.add_(ours.mul_(grad[chunk].unsqueeze(-1)))
-            grad_logits.div_(ctx.temperature)
+            about = _Chunk(
+                x[chunk],
+                labels[chunk],
+                log_total[chunk],
+                entropy[chunk],
+                None if grad is None else grad[chunk],
+                None if grad_entropy is None else grad_entropy[chunk],
+            )
+            grad_logits = _grad_logits(about, weight, ctx.temperature, ctx.vocabulary)
             torch.mm(grad_logits, wide(weight), out=grad_x[chunk])
             grad_weight.addmm_(grad_logits.t(), wide(x[chunk]))
+            del grad_logits  # before the next chunk's are made
         ctx.vocabulary.sum(grad_x)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None
+
+
+def _score_chunk(
+    x: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocabulary: _Vocabulary
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, and log Σ e^logit. Its logits are gone when it returns."""
+    logits = _logits(x, weight, temperature)
+    rows, inside = vocabulary.local(labels)
+    target = vocabulary.sum(logits.gather(-1, rows).squeeze(-1) * inside)
+    top = vocabulary.max(logits.amax(-1))
+    weights = logits.sub_(top.unsqueeze(-1)).exp()
+    total = vocabulary.sum(weights.sum(-1))
+    # The entropy is log Σe^z - Σ p·z with z = logits - top.
+    mean = vocabulary.sum(row_dots(weights, logits)) / total
+    log_total = top + total.log()
+    return target - log_total, total.log() - mean, log_total
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What backward knows of a chunk's tokens; gradients are None where nobody asked."""
+
+    x: Tensor
+    labels: Tensor
+    log_total: Tensor
+    entropy: Tensor
+    grad: Tensor | None
+    grad_entropy: Tensor | None
+
+
+def _grad_logits(
+    chunk: _Chunk, weight: Tensor, temperature: float, vocabulary: _Vocabulary
+) -> Tensor:
+    """Of the logits before they are divided by the temperature."""
+    logprobs = _logits(chunk.x, weight, temperature).sub_(chunk.log_total.unsqueeze(-1))
+    grad_logits = torch.zeros_like(logprobs)
+    if chunk.grad_entropy is not None:  # of the entropy: -p · (log p + entropy)
+        surprise = (logprobs + chunk.entropy.unsqueeze(-1)).mul_(logprobs.exp())
+        grad_logits.sub_(surprise.mul_(chunk.grad_entropy.unsqueeze(-1)))
+        del surprise
+    if chunk.grad is not None:  # of log p at the label: 1 at the label, less p
+        rows, inside = vocabulary.local(chunk.labels)
+        ones = inside.unsqueeze(-1).to(logprobs.dtype)
+        ours = logprobs.exp_().neg_().scatter_add_(-1, rows, ones)
+        grad_logits.add_(ours.mul_(chunk.grad.unsqueeze(-1)))
+    return grad_logits.div_(temperature)
 
 
 def _logits(x: Tensor, weight: Tensor, temperature: float) -> Tensor:

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
+
+from services.trainer.fp8.products import EXACT, TakesProducts, linear
 
 
 def wide(x: Tensor) -> Tensor:
@@ -87,9 +92,9 @@ def row_dots(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1)
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(TakesProducts, nn.Module):
     """`x · weightᵀ` with a weight that is not sharded. `in_fp32`: widen both sides first, so that
-    BF16 weights give FP32 products and sums (the compressor, spec 3.1)."""
+    BF16 weights give FP32 products and sums (the compressor, spec 3.1), whatever others do."""
 
     def __init__(
         self, config: TransformerConfig, input_size: int, output_size: int, *, in_fp32: bool = False
@@ -100,8 +105,51 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_fp32:
-            return linear(wide(x), wide(self.weight))
-        return linear(x, self.weight)
+            return linear(wide(x), wide(self.weight), EXACT)
+        return linear(x, self.weight, self.products)
+
+
+class ColumnLinear(TakesProducts, ColumnParallelLinear):
+    """Output rows of the weight are shared over tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's part of the output."""
+        if self.products is EXACT:
+            return super().forward(x)[0]
+        x = copy_to_tensor_model_parallel_region(x, group=self.tp_group)
+        return linear(x, self.weight, self.products)
+
+
+class RowLinear(TakesProducts, RowParallelLinear):
+    """Input columns of the weight are shared over tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum over ranks, from each rank's part of the input."""
+        if self.products is EXACT:
+            return super().forward(x)[0]
+        partial = linear(x, self.weight, self.products)
+        return reduce_from_tensor_model_parallel_region(partial, group=self.tp_group)
 
 
 class GroupedColumnLinear(ColumnParallelLinear):

@@ -49,6 +49,10 @@ def test_the_published_layout_fits_flash() -> None:
             {"ranks": 4, "expert_tensor": 4, "actor": {"quantisation": "weights"}},
             "expert_tensor 4 cuts the expert width 256 inside blocks of 128",
         ),
+        (
+            {"ranks": 4, "expert_tensor": 4, "actor": {"precision": "fp8"}},
+            "expert width 256 inside .* that share a scale, so actor.precision must be dtype",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -56,9 +60,12 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], complaint: str) -
         check_layout(job(**changes), ALIGNED.with_format("fp8"))
 
 
-def test_unquantised_weights_may_be_cut_anywhere() -> None:
+def test_unquantised_weights_may_be_cut_anywhere_but_fp8_products_have_blocks() -> None:
     asked = job(ranks=4, expert_tensor=4, actor={"quantisation": "weights"})
     check_layout(asked, ALIGNED)
+    with pytest.raises(ValueError, match=r"actor\.precision must be dtype"):
+        check_layout(job(ranks=4, expert_tensor=4, actor={"precision": "fp8"}), ALIGNED)
+    check_layout(job(ranks=2, tensor=2, actor={"precision": "fp8"}), ALIGNED)
 
 
 def test_context_ranks_hold_whole_blocks_of_every_row() -> None:

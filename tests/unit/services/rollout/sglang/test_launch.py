@@ -46,6 +46,11 @@ def test_one_choice_changes_its_variables_alone() -> None:
     assert dict(preset.items() - other.items()) == {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "1"}
 
 
+def test_a_server_without_copies_of_the_mixing_matrices_may_use_deep_gemm() -> None:
+    variables = environment(chosen(Kernels(mhc_prenorm="deep_gemm"), "cuda"), fp4_experts=False)
+    assert variables["SGLANG_OPT_DEEPGEMM_HC_PRENORM"] == "1"
+
+
 def test_a_job_can_name_exactly_the_paths_that_there_are() -> None:
     fields = SGLangKernelsSection.model_fields
     assert list(fields) == list(TABLE)

@@ -26,6 +26,7 @@ FP32: dict[str, Any] = {
         (FP32, 1e-4),
         (FP32 | {"algorithm": {"max_lag": 1}}, 0.04),
         (FP32 | {"actor": {"quantisation": "none", "dtype": "bfloat16"}}, 0.04),
+        (FP32 | {"actor": {"dtype": "float32", "precision": "fp8"}}, 0.04),
         (FP32 | {"rollout": {"weights": "float32", "quantise_activations": True}}, 0.04),
         ({"actor": None, "rollout": "x"}, 0.04),  # a document that nobody can read promises least
     ],

@@ -213,6 +213,7 @@ def test_report_of_a_finished_run_is_one_page_with_figures_inside(run: Run) -> N
     assert html.count("data:image/png;base64,") == 5
     assert "<script" not in html
     assert "paired difference of pass@1" in html
+    assert "/evals/compare?before=demo-0001%2Fv00000000&amp;after=demo-0001%2Fv00000004" in html
     stored = json.loads((run.folder / "summary.json").read_text())
     assert stored["groups"]["trained"] == 8
     assert stored["delta_logprob"]["slope"]["num_steps"] == 4

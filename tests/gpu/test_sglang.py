@@ -1,0 +1,194 @@
+"""A real SGLang server with FP8 DeepSeek-V4 on a GPU: its updates against fresh loads, its model.
+
+Skipped where there is no GPU, or no SGLang for it. `sglang_world` says what is compared with what.
+"""
+
+import importlib.util
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from services.rollout.engine.requests import GroupRequest
+from services.rollout.engine.sglang.buckets import Bucket, buckets_of
+from services.rollout.engine.sglang.checkpoint import read_folder
+from services.rollout.engine.sglang.client import SGLangClient
+from services.rollout.engine.sglang.transports import BUCKET_BYTES, send_bucket
+from shared.errors import WeightsCorrupt
+from shared.messages import SamplingParams
+from shared.models.deepseek_v4.checkpoint import dequantised
+from shared.models.deepseek_v4.reference import Reference
+from shared.quant.activation import SERVED, UNQUANTISED
+from tests.gpu.sglang_world import TEXTS, Driven, World, running
+
+Figures = dict[str, Any]
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="no SGLang"),
+]
+UPDATES = {"first": ("A", "B", "A", "B"), "second": ("B", "A", "B", "A")}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory, figures: Figures) -> AsyncIterator[World]:
+    async with running(tmp_path_factory.mktemp("sglang")) as found:
+        kept = figures.setdefault("sglang", {})
+        kept["seconds_to_first_token"] = [found.first.start_s, found.second.start_s]
+        kept["release_gb"] = found.staged["A"].num_bytes / 1e9
+        yield found
+
+
+async def test_noise_floor(world: World, figures: Figures) -> None:
+    """The same server twice, and what it decoded against what it then scores."""
+    again = departure(await world.first.scores(), world.first.fresh)
+    versions = departure(world.first.fresh, world.second.fresh)
+    figures["sglang"]["same server twice"] = again
+    figures["sglang"]["A against B"] = versions
+    assert again["max"] == 0
+    assert versions["mean"] > 0.01
+
+
+@pytest.mark.parametrize("which", UPDATES)
+async def test_updates_there_and_back_equal_a_fresh_load(
+    which: str, world: World, figures: Figures
+) -> None:
+    driven: Driven = getattr(world, which)
+    kept = figures["sglang"].setdefault(f"updates by {driven.transport}", [])
+    for number, name in enumerate(UPDATES[which], start=1):
+        scores, checksums = world.fresh(name)
+        told = await driven.activate(world.staged[name], number, probed_as=scores)
+        found = await driven.checksums()
+        told |= {
+            "version": name,
+            "scores against a fresh load": departure(await driven.scores(), scores),
+            "checksums": len(checksums),
+            "checksums that differ": [key for key in checksums if found.get(key) != checksums[key]],
+        }
+        kept.append(told)
+    assert all(one["scores against a fresh load"]["max"] == 0 for one in kept)
+    assert all(not one["checksums that differ"] for one in kept)
+    assert kept[0]["checksums"] > 50
+
+
+async def test_other_weights_than_the_trainer_scored_are_refused(
+    world: World, figures: Figures
+) -> None:
+    """B arrives whole, and is not what the probe says: A is loaded back and proven."""
+    kept = figures["sglang"].setdefault("faults", {})
+    told = await refused(world.first, world, "A", sent="B", probed_as="A")
+    kept["wrong weights"] = told
+    assert told["restarts"] == 0
+
+
+async def test_a_grouped_output_matrix_apart_from_its_scale_is_refused(
+    world: World, figures: Figures
+) -> None:
+    """Two calls that both succeed leave matrices of new codes and old scales: see the probe."""
+    kept = figures["sglang"].setdefault("faults", {})
+    driven = world.second
+    honest, driven.versions.transport = driven.versions.transport, _SplitOutputMatrices()
+    try:
+        told = await refused(driven, world, "B", sent="A", probed_as="A")
+    finally:
+        driven.versions.transport = honest
+    kept["wo_a apart from its scale"] = told
+
+
+async def test_samples_their_routes_and_scores(world: World, figures: Figures) -> None:
+    driven = world.first
+    scores, _ = world.fresh("A")
+    await driven.activate(world.staged["A"], 50, probed_as=scores)
+    prompt = np.array(TEXTS[0][:100], np.int32)
+    sampling = SamplingParams(max_response_tokens=128)
+    request = GroupRequest("sampled", prompt, list(range(16)), sampling, 7, with_routes=True)
+    began_s = time.monotonic()
+    completions = await driven.versions.engine.generate(request)
+    seconds = time.monotonic() - began_s
+    decoded = np.concatenate([one.logprobs for one in completions])
+    whole = [[*prompt.tolist(), *one.token_ids.tolist()] for one in completions]
+    scored = [
+        (await driven.versions.engine.score_now([ids]))[0][len(prompt) - 1 :] for ids in whole
+    ]
+    figures["sglang"]["decoded against scored"] = departure([decoded], [np.concatenate(scored)])
+    figures["sglang"]["sampled_tokens_per_s_at_16"] = round(len(decoded) / seconds)
+    for one, ids in zip(completions, whole, strict=True):
+        assert one.version_spans == [(50, len(one.token_ids))]
+        assert one.routes is not None
+        assert one.routes.expert_ids is not None
+        assert len(one.routes.expert_ids) == len(ids) - 1
+        for layer, table in driven.versions.engine.tables.items():
+            assert np.array_equal(one.routes.expert_ids[:, layer], table[np.array(ids[:-1])])
+
+
+async def test_scores_against_the_reference_on_the_gpu(world: World, figures: Figures) -> None:
+    """In FP32, with and without the sampler's rounding. Random weights magnify every rounding: the
+    floor is what the server itself differs by between decoding and scoring."""
+    engine = world.first.versions.engine
+    assert world.first.versions.good is not None
+    stored = read_folder(world.first.versions.good.folder)
+    weights = dequantised({name: tensor.cuda() for name, tensor in stored.items()})
+    kept = figures["sglang"].setdefault("against the reference", {})
+    for name, quant in {"rounded": SERVED, "unrounded": UNQUANTISED}.items():
+        model = Reference(weights, engine.spec.arch, quant=quant)
+        expected = [_reference_scores(model, text) for text in TEXTS[:2]]
+        kept[name] = departure(world.first.fresh[:2], expected)
+    assert kept["rounded"]["median"] < 1
+
+
+def departure(found: list[np.ndarray], expected: list[np.ndarray]) -> dict[str, float]:
+    """Of log-probabilities: mean, median, 99 % and largest |delta|."""
+    delta = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
+    return {
+        "mean": float(delta.mean()),
+        "median": float(np.median(delta)),
+        "p99": float(np.quantile(delta, 0.99)),
+        "max": float(delta.max()),
+        "tokens": len(delta),
+    }
+
+
+async def refused(
+    driven: Driven, world: World, good: str, *, sent: str, probed_as: str
+) -> dict[str, Any]:
+    """`good` serves, something else is sent and must be refused, and `good` serves again."""
+    scores, _ = world.fresh(good)
+    await driven.activate(world.staged[good], 40, probed_as=scores)
+    expected, _ = world.fresh(probed_as)
+    began_s = time.monotonic()
+    with pytest.raises(WeightsCorrupt) as caught:
+        await driven.activate(world.staged[sent], 41, probed_as=expected)
+    told = {
+        "error": str(caught.value)[:300],
+        "seconds": round(time.monotonic() - began_s, 2),
+        "scores after it, against before": departure(await driven.scores(), scores),
+        "restarts": driven.versions.restarts,
+    }
+    assert driven.versions.engine.policy_version == 40
+    assert told["scores after it, against before"]["max"] == 0
+    return told
+
+
+class _SplitOutputMatrices:
+    """CUDA IPC that sends `wo_a` and its scale in different calls."""
+
+    async def send(self, client: SGLangClient, folder: Any, *, timeout_s: float) -> None:
+        tensors = read_folder(folder)
+        late: Bucket = [(n, t) for n, t in tensors.items() if n.endswith("wo_a.scale")]
+        rest = {n: t for n, t in tensors.items() if not n.endswith("wo_a.scale")}
+        for bucket in buckets_of(rest, max_bytes=BUCKET_BYTES):
+            await send_bucket(client, bucket, timeout_s=timeout_s)
+        await send_bucket(client, late, timeout_s=timeout_s)
+
+
+@torch.no_grad()
+def _reference_scores(model: Reference, text: list[int]) -> np.ndarray:
+    ids = torch.tensor([text], device="cuda")
+    logprobs = model.forward(ids).logits[0, :-1].float().log_softmax(-1)
+    found: np.ndarray = logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+    return found
