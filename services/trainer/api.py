@@ -22,7 +22,7 @@ from services.trainer.jobs.submission import (
     read_document,
 )
 from services.trainer.ranks import RanksLost
-from services.trainer.report.events import overview
+from services.trainer.report.overview import Overviews
 from services.trainer.sse import event_stream
 from shared.answers import EscapedJSONResponse
 from shared.registry import Replica, live_replicas
@@ -94,6 +94,7 @@ class _State:
         self.runner: JobRunner = state.runner
         self.config: TrainerConfig = state.config
         self.redis: Any = state.redis
+        self.overviews: Overviews = state.overviews
 
     def job(self, job_id: str) -> StoredJob:
         try:
@@ -206,9 +207,12 @@ async def follow(
 
 @router.get("/jobs/{job_id}/metrics", responses=NOT_FOUND)
 async def metrics(state: State, job_id: str) -> dict[str, Any]:
-    """The events that are not of single groups, and counts of all of them."""
+    """The run for a screen: at most 1,000 steps (means over several in a longer run), evaluations,
+    the last updates and events, and counts of all events; `after` is where the stream goes on.
+    """
     state.job(job_id)
-    return await asyncio.to_thread(overview, state.runner.run_dir(job_id) / EVENTS_FILE)
+    path = state.runner.run_dir(job_id) / EVENTS_FILE
+    return await asyncio.to_thread(state.overviews.document, path)
 
 
 @router.get("/jobs/{job_id}/report", responses=NOT_FOUND, response_class=FileResponse)

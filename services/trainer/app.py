@@ -7,13 +7,21 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from services.trainer import api, evaluation_pages, inspection, launch_routes, weight_routes
+from services.trainer import (
+    api,
+    evaluation_pages,
+    inspection,
+    launch_routes,
+    operator_routes,
+    weight_routes,
+)
 from services.trainer.config import TrainerConfig
 from services.trainer.dashboard.routes import router as dashboard
 from services.trainer.jobs.runner import BeginRanks, JobRunner
 from services.trainer.jobs.store import JobStore
 from services.trainer.jobs.submission import Refused
 from services.trainer.launch import LaunchBoard
+from services.trainer.report.overview import Overviews
 from services.trainer.weight_routes import find_shard
 from shared.answers import answer_malformed
 from shared.http import HttpClient
@@ -38,6 +46,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
             port=config.shards_port,
         )
         state.board = LaunchBoard()
+        state.overviews = Overviews()
         async with HttpClient() as http:
             state.http = http
             state.runner = JobRunner(
@@ -58,6 +67,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
     app.include_router(api.router)
     app.include_router(inspection.router)
     app.include_router(launch_routes.router)
+    app.include_router(operator_routes.router)
     app.include_router(weight_routes.router)
     app.include_router(dashboard)
     app.include_router(evaluation_pages.router)

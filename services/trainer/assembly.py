@@ -18,6 +18,7 @@ from services.trainer.events import EventLog, EventMaker, event_maker
 from services.trainer.exports import Exporter
 from services.trainer.feeder import Feeder
 from services.trainer.keeper import RankKeeper, StartRanks
+from services.trainer.load import LoadMeter
 from services.trainer.preflight.check import NUM_PROMPTS, Preflight
 from services.trainer.prompts import PromptSource
 from services.trainer.publisher import Publisher
@@ -25,6 +26,7 @@ from services.trainer.recording import RECORDING_FILE, Recording
 from services.trainer.rollback import Rollback
 from services.trainer.rounds import Rounds
 from services.trainer.sampled_routes import SampledRoutes
+from services.trainer.shown_samples import SampleShelf
 from services.trainer.versions import VersionStore
 from services.trainer.watch import Watch
 from shared.http import HttpClient
@@ -57,11 +59,14 @@ class Parts:
     preflight: Preflight
     drift: DriftAttribution
     recording: Recording | None
+    shelf: SampleShelf
+    load: LoadMeter
 
     def close(self) -> None:
         """The run's files."""
         if self.recording is not None:
             self.recording.close()
+        self.shelf.close()
         self.record.close()
         self.books.close()
 
@@ -167,6 +172,8 @@ def assemble(
         preflight=preflight,
         drift=DriftAttribution(keeper, store, settings=job.attribution, **told),
         recording=recording,
+        shelf=SampleShelf(run_dir),
+        load=LoadMeter(),
         **own,
     )
 

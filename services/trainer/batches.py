@@ -147,6 +147,7 @@ def batch_facts(
         "truncated_share": _share(rollouts, "length"),
         "lag_mean": float(np.average(lags, weights=weights)) if weights else 0.0,
         "lag_max": max(lags, default=0),
+        "lag_tokens": _tokens_by_lag(lags, weights),
         "route_bytes": sum(len(sample.routes or b"") for sample in batch.samples),
     }
 
@@ -197,6 +198,14 @@ def _lags(rollouts: Sequence[Rollout], policy_version: int) -> tuple[list[int], 
         [policy_version - span.policy_version for span in spans],
         [span.num_tokens for span in spans],
     )
+
+
+def _tokens_by_lag(lags: Sequence[int], weights: Sequence[int]) -> dict[str, int]:
+    """Response tokens by how many versions behind they were sampled."""
+    found: Counter[int] = Counter()
+    for lag, weight in zip(lags, weights, strict=True):
+        found[lag] += weight
+    return {str(lag): found[lag] for lag in sorted(found)}
 
 
 def _share(rollouts: Sequence[Rollout], finish_reason: str) -> float:

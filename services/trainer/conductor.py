@@ -20,12 +20,13 @@ from services.trainer.batches import KeptGroup
 from services.trainer.beside import running_beside
 from services.trainer.collector import StepStarved
 from services.trainer.events import follow_events
+from services.trainer.load import step_load
 from services.trainer.publisher import VersionRefused
 from services.trainer.steps import VERSION_NOTE, EndState, JobPaused, StepTaker
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.warm_up import warm_up
 from shared.errors import DeadlineExceeded
-from shared.messages import TrainingBatch
+from shared.messages import Event, TrainingBatch
 from shared.registry import live_replicas
 from shared.tasks import end
 
@@ -100,7 +101,7 @@ class Conductor:
         self._on_point("acked")
         if self._steps.is_training:
             await self._offer_version(watch)
-        self._steps.tell(step, watch)
+        self._steps.tell(step, watch, load=await self._load())
         self._on_point("told")
         self._steps.check_bounds(result)
 
@@ -227,7 +228,12 @@ class Conductor:
 
     async def _follow(self, stop: asyncio.Event) -> None:
         p = self.parts
-        await follow_events(p.redis, p.job_id, p.record, p.evals.on_event, stop)
+
+        async def on_event(event: Event) -> None:
+            p.load.note(event)
+            await p.evals.on_event(event)
+
+        await follow_events(p.redis, p.job_id, p.record, on_event, stop)
 
     async def _offer(self, stop: asyncio.Event) -> None:
         try:
@@ -247,6 +253,16 @@ class Conductor:
         await self._announce()
         await self.parts.publisher.announce()
         await self.parts.evals.restore()
+
+    async def _load(self) -> dict[str, Any]:
+        """Queues and slots at the end of a step, and what came during it."""
+        p = self.parts
+        return step_load(
+            p.load.take(),
+            backlog=await p.watch.backlogs(),
+            num_open=p.books.num_open(),
+            slots=p.admission.max_open(p.progress),
+        )
 
     async def _whereabouts(self) -> str:
         """Who a stuck step waits for."""

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -66,6 +66,7 @@ class RankKeeper:
         self._turn = asyncio.Lock()
         self.owners: list[str] = []  # where ranks serve their parts of versions
         self.replayed: dict[int, dict[str, Any]] = {}  # what a replay answered, by step
+        self.logprobs = b""  # FP32 of all response tokens of the step trained last, before it
 
     async def restore(self) -> None:
         """Bring ranks up in the state after the last durable batch."""
@@ -82,7 +83,9 @@ class RankKeeper:
         async def take(ranks: RankSet) -> dict[str, Any]:
             if step in self.replayed:
                 return self.replayed[step]
-            return await _train(ranks, step, body)
+            trained = await _train(ranks, step, body)
+            self.logprobs = trained.logprobs
+            return trained.result
 
         async with self._turn:
             result = await self._insist(take)
@@ -241,7 +244,7 @@ class RankKeeper:
         self.replayed = {}
         for step in steps:
             body = await asyncio.to_thread(self._books.redo_body, step)
-            self.replayed[step] = await _train(ranks, step, body)
+            self.replayed[step] = (await _train(ranks, step, body)).result
         if steps:
             log.info("steps_replayed", first=steps[0], last=steps[-1])
             self._record.note(self._events("replayed", steps=list(steps)))
@@ -257,11 +260,19 @@ class RankKeeper:
         self._books.trim_redo(complete[-self._keep_checkpoints :][0][0])
 
 
-async def _train(ranks: RankSet, step: int, body: bytes) -> dict[str, Any]:
+async def _train(ranks: RankSet, step: int, body: bytes) -> "_Trained":
     try:
-        return await ranks.train_step(body)
+        result = await ranks.train_step(body)
+        return _Trained(result, result.pop("logprobs", b""))
     except Rejected as err:
         raise StepRefused(step, str(err)) from err
+
+
+class _Trained(NamedTuple):
+    """What a step came to, and the trainer's log-probabilities of its response tokens."""
+
+    result: dict[str, Any]
+    logprobs: bytes
 
 
 async def _nothing() -> None:

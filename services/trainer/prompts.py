@@ -9,6 +9,7 @@ from functools import partial
 from hashlib import blake2b
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from shared.chat import EncodedPrompt, encode_prompt
 from shared.data import Row, draw_order, load_rows
@@ -43,6 +44,7 @@ class PromptSource:
     encode_response: Callable[[str], list[int]]
     stop_token_ids: list[int]
     vocab_size: int
+    tokenizer: Tokenizer | None = None
 
     @classmethod
     def load(cls, job_id: str, job: Job) -> "PromptSource":
@@ -62,6 +64,7 @@ class PromptSource:
             tokenizer.encode_plain,
             list(tokenizer.stop_token_ids),
             tokenizer.vocab_size,
+            tokenizer.tokenizer,
         )
         if source.rows:  # a recording brings its prompts as tokens
             source.encode(source.rows[0].prompt)

@@ -16,6 +16,7 @@ from services.trainer.entries import DroppedGroups
 from services.trainer.held_policy import HeldPolicy
 from services.trainer.keeper import StepRefused
 from services.trainer.recording import RecordedStep
+from services.trainer.shown_samples import shown_samples
 from services.trainer.stopwatch import Stopwatch
 from shared.errors import TandemError
 from shared.messages import TrainingBatch
@@ -34,6 +35,7 @@ class StepTaker:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.policy = HeldPolicy(parts)
+        self._latest: tuple[TrainingBatch, Sequence[KeptGroup]] | None = None
 
     @property
     def is_training(self) -> bool:
@@ -85,7 +87,9 @@ class StepTaker:
             batch, groups, reward_sum=dropped.reward_sum, num_rewards=dropped.num_rewards
         )
         rewards = {group.group_id: group.rewards for group in groups}
-        return await self.commit(batch, facts, dropped, rewards=rewards)
+        step = await self.commit(batch, facts, dropped, rewards=rewards)
+        self._latest = (batch, groups)
+        return step
 
     async def commit(
         self,
@@ -130,7 +134,19 @@ class StepTaker:
             raise JobPaused(str(err)) from err
         self.policy.version = self.parts.progress.policy_version
         self.parts.books.keep_result(step, result)
+        await self._show_samples(step)
         return result
+
+    async def _show_samples(self, step: int) -> None:
+        """Of a step of this process; what another one collected nobody has here."""
+        p, latest = self.parts, self._latest
+        self._latest = None
+        if latest is None or latest[0].step != step or p.source.tokenizer is None:
+            return
+        found = await asyncio.to_thread(
+            shown_samples, *latest, p.keeper.logprobs, p.source.tokenizer
+        )
+        await asyncio.to_thread(p.shelf.keep, step, found)
 
     async def save_if_due(self) -> None:
         p = self.parts
@@ -139,7 +155,9 @@ class StepTaker:
             wait = not (p.job.checkpoint.background and p.progress.steps_left)
             await p.keeper.save(p.progress.step, wait=wait)
 
-    def tell(self, step: int, watch: Stopwatch | None) -> None:
+    def tell(
+        self, step: int, watch: Stopwatch | None, *, load: Mapping[str, Any] | None = None
+    ) -> None:
         """`watch` is None for a step that another process took: nobody knows how long it took."""
         p = self.parts
         made = p.books.steps(step)[0]
@@ -148,6 +166,7 @@ class StepTaker:
         parts = watch.parts if watch else {}
         fields = made.batch_facts | result
         fields |= {
+            **(load or {}),
             "step": step,
             "policy_version": made.policy_version,
             "seconds": parts | result.get("seconds", {}),

@@ -132,7 +132,13 @@ class FakeRanks:
         self.step += 1
         self.weights = hashlib.sha256(self.weights + batch + self.salt).digest()
         self.history.append((self.step, unpacked.group_ids))
-        return {"delta_logprob_mean": self.drift, "loss": 0.5, "seconds": {"optimizer": 0.0}}
+        sampled = [sample.sampler_logprobs for sample in unpacked.samples]
+        return {
+            "delta_logprob_mean": self.drift,
+            "loss": 0.5,
+            "seconds": {"optimizer": 0.0},
+            "logprobs": (np.concatenate(sampled) - self.drift).astype("<f4").tobytes(),
+        }
 
     async def export(
         self, policy_version: int, path: Path, base: Path | None = None

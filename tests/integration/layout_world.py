@@ -159,6 +159,7 @@ def train(world: World, release: Path, out: Path) -> None:
     metrics = []
     for step in range(actor.step + 1, STEPS + 1):
         metrics.append(actor.train_step(batch(step)))
+        del metrics[-1]["logprobs"]  # bytes, which JSON has not
         if step in SAVED:
             _save(actor, out / world.name / f"step{step}")
     scores = actor.score([sample.token_ids for sample in batch(1).samples], temperature=0.8)

@@ -10,6 +10,8 @@ _FILES = {
     "app.js": "text/javascript",
     "run.js": "text/javascript",
     "charts.js": "text/javascript",
+    "form.js": "text/javascript",
+    "samples.js": "text/javascript",
     "tables.js": "text/javascript",
     "style.css": "text/css",
     "icon.svg": "image/svg+xml",
@@ -30,6 +32,11 @@ router = APIRouter(include_in_schema=False)
 @router.get("/")
 async def page() -> FileResponse:
     return FileResponse(_ASSETS / "page.html", media_type="text/html", headers=_HEADERS)
+
+
+@router.get("/samples")
+async def samples() -> FileResponse:
+    return FileResponse(_ASSETS / "samples.html", media_type="text/html", headers=_HEADERS)
 
 
 @router.get("/assets/{name:path}")

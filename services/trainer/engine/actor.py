@@ -113,7 +113,8 @@ class Actor:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def train_step(self, batch: TrainingBatch) -> dict[str, Any]:
-        """One step on `batch`: its metrics by name, and `seconds` by phase.
+        """One step on `batch`: its metrics by name, `seconds` by phase, and `logprobs`, FP32 of all
+        response tokens before the step.
 
         The batch is cut in `updates_per_batch` parts (sample i goes to part i modulo that), each
         with its own optimiser update and denominators. Log-probabilities of the actor at the start
@@ -160,6 +161,7 @@ class Actor:
             "micro_batches": sum(result.micro_batches for result in results),
             "padded_tokens": sum(result.padded_tokens for result in results),
             "seconds": clock.seconds,
+            "logprobs": (record.logprobs if old is None else old).float().numpy().tobytes(),
         }
 
     def load_reference(self, path: Path) -> None:

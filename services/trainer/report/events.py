@@ -3,16 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from shared.messages import Event
 
 EVENTS_FILE = "events.jsonl"
-
-# One per group or more: counted for an overview, but thousands of them are of no use to a page.
-_BULK = frozenset({"group_sampled", "group_graded", "group_dropped", "duplicate_refused"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +34,6 @@ def read_events(path: Path) -> RunEvents:
         except ValidationError:
             continue
     return RunEvents(events, len(lines), len(lines) - len(events))
-
-
-def overview(path: Path) -> dict[str, Any]:
-    """What a page needs before it follows the stream: all but the events of single groups.
-
-    `after` is the number of lines covered; the stream goes on from there.
-    """
-    run = read_events(path)
-    return {
-        "after": run.num_lines,
-        "events": [event.model_dump() for event in run.events if event.name not in _BULK],
-        "counts": dict(Counter(event.name for event in run.events)),
-        "dropped": dropped_by_reason(run),
-    }
 
 
 def dropped_by_reason(run: RunEvents) -> dict[str, int]:

@@ -3,9 +3,11 @@
 //   GET /v1/jobs, /v1/servers  every 3 s  ->  job buttons, server table
 //   GET …/metrics  once per shown job     ->  Run.load       (a long run in one answer)
 //   GET …/events   SSE from there         ->  Run.add        (then live)
+//   GET …/dead-letters  every 3 s         ->  table, with a button that queues them again
 //   Run  ->  charts, tiles, tables, drawn at most four times a second
 
 import { Charts } from "./charts.js";
+import { openForm } from "./form.js";
 import { Run } from "./run.js";
 import * as tables from "./tables.js";
 
@@ -13,7 +15,7 @@ const POLL_MS = 3000, DRAW_MS = 250, RECONNECT_MS = 2000;
 const ENDED = new Set(["finished", "failed", "cancelled", "paused"]);
 const find = (id) => document.getElementById(id);
 
-let jobs = [], replicas = [];
+let jobs = [], replicas = [], letters = [];
 let shown = null; // {id, run, source, timer, ended}
 let dirty = false;
 const charts = new Charts(find("charts"));
@@ -34,6 +36,7 @@ async function poll() {
     replicas = serverList.servers ?? [];
     drawJobs();
     await chooseJob();
+    await pollLetters();
     dirty = true;
     followAgainIfResumed();
     link(shown?.source ? (shown.source.readyState === EventSource.OPEN ? "live" : "reconnecting") : "idle");
@@ -41,6 +44,29 @@ async function poll() {
     link("trainer unreachable, trying again");
   }
   setTimeout(poll, POLL_MS);
+}
+
+async function pollLetters() {
+  if (shown) letters = (await getJson(`/v1/jobs/${encodeURIComponent(shown.id)}/dead-letters`).catch(() => ({ letters: [] }))).letters;
+  drawLetters();
+}
+
+// Only when they changed: a button must not go away under the finger.
+function drawLetters() {
+  const key = JSON.stringify(letters.map((one) => one.dead_id));
+  if (find("letters").dataset.key === key) return;
+  find("letters").dataset.key = key;
+  find("letters").replaceChildren(tables.letters(letters, requeue));
+}
+
+async function requeue(stage, ids) {
+  await fetch(`/v1/jobs/${encodeURIComponent(shown.id)}/dead-letters/requeue`, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ stage, dead_ids: ids }),
+    signal: AbortSignal.timeout(10000),
+  });
+  await pollLetters();
 }
 
 function drawJobs() {
@@ -113,6 +139,10 @@ function draw() {
     charts.update(shown.run);
     find("tiles").replaceChildren(...tables.tiles(shown.run, job.steps ?? shown.run.job?.steps));
     find("servers").replaceChildren(tables.servers(replicas, shown.run));
+    find("lags").replaceChildren(tables.lags(shown.run));
+    const waits = shown.run.waits();
+    find("waits").hidden = waits === null;
+    find("waits").textContent = waits ?? "";
     find("groups").replaceChildren(tables.groups(shown.run));
     find("updates").replaceChildren(tables.updates(shown.run));
     find("events").replaceChildren(tables.events(shown.run));
@@ -139,11 +169,13 @@ function drawTitle(job, run) {
   find("files").hidden = !ENDED.has(state);
   find("evals").hidden = run.evals.length === 0;
   find("evals").href = `/evals#${encodeURIComponent(shown.id)}`;
+  find("samples").href = `/samples#${encodeURIComponent(shown.id)}`;
   find("report").href = `/v1/jobs/${encodeURIComponent(shown.id)}/report`;
   find("summary").href = `/v1/jobs/${encodeURIComponent(shown.id)}/summary`;
 }
 
 addEventListener("hashchange", chooseJob);
+find("new").onclick = () => openForm((id) => { location.hash = id; });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => shown && charts.build(shown.run));
 poll();
 draw();

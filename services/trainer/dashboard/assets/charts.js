@@ -29,14 +29,17 @@ function charts({ series: c, axis }) {
     {
       title: "Online reward",
       note: "dots: all graded samples of a step",
-      series: [dots("each step", c[0] + "80"), line("average", c[0], { width: 2.2 }), line("trained groups, average", axis)],
-      data: (run) => [run.steps.step, run.steps.reward_raw, run.average("reward_raw"), run.average("reward_trained")],
+      series: [dots("each step", c[0] + "80"), line("average", c[0], { width: 2.2 }), line("fit", c[1], { dash: [6, 4] }), line("trained groups, average", axis)],
+      data: (run) => [run.steps.step, run.steps.reward_raw, run.average("reward_raw"), run.fit("reward_raw"), run.average("reward_trained")],
     },
     {
       title: "|Δ log p|, sampler − trainer",
-      series: [line("p99", c[1]), line("mean", c[0], { width: 2 })],
+      series: [line("max", axis, { width: 1 }), line("p99", c[1]), line("mean", c[0], { width: 2 }), line("bound of the mean", c[3], { dash: [6, 4] })],
       note: "logarithmic: the tail is far above the mean",
-      data: (run) => [run.steps.step, positive(run.steps.delta_logprob_p99), positive(run.steps.delta_logprob_mean)],
+      data: (run) => [
+        run.steps.step, positive(run.steps.delta_logprob_max), positive(run.steps.delta_logprob_p99),
+        positive(run.steps.delta_logprob_mean), run.steps.step.map(() => run.driftBound),
+      ],
       logarithmic: true,
     },
     {
@@ -52,9 +55,9 @@ function charts({ series: c, axis }) {
     },
     {
       title: "Throughput",
-      note: "tokens a second",
-      series: [line("each step", c[2] + "80", { width: 1 }), line("average", c[2], { width: 2 })],
-      data: (run) => [run.steps.step, run.steps.tokens_per_s, run.average("tokens_per_s")],
+      note: "tokens a second; each server's is in its table",
+      series: [line("trained, each step", c[2] + "80", { width: 1 }), line("trained, average", c[2], { width: 2 }), line("sampled, average", c[0])],
+      data: (run) => [run.steps.step, run.steps.tokens_per_s, run.average("tokens_per_s"), run.average("sampled_per_s")],
       fromZero: true,
     },
     {
@@ -75,6 +78,48 @@ function charts({ series: c, axis }) {
       note: "versions behind",
       series: [dots("largest", c[1]), line("mean", c[0])],
       data: (run) => [run.steps.step, run.steps.lag_max, run.steps.lag_mean],
+      fromZero: true,
+    },
+    {
+      title: "Queues and slots",
+      note: "groups, at the end of each step",
+      series: [line("wait for a sampler", c[0]), line("for a grader", c[1]), line("for the trainer", c[2]), line("open", c[4]), line("slots", axis, { dash: [4, 4] })],
+      data: (run) => [run.steps.step, run.steps.backlog_prompts, run.steps.backlog_rollouts, run.steps.backlog_groups, run.steps.open_groups, run.steps.slots],
+      fromZero: true,
+    },
+    {
+      title: "Response length",
+      note: "tokens, mean of a step",
+      series: [dots("each step", c[5] + "80"), line("average", c[5], { width: 2 })],
+      data: (run) => [run.steps.step, run.steps.response_tokens_mean, run.average("response_tokens_mean")],
+      fromZero: true,
+    },
+    {
+      title: "Truncated responses",
+      note: "share that ended by the token budget",
+      series: [dots("each step", c[3] + "80"), line("average", c[3], { width: 2 })],
+      data: (run) => [run.steps.step, run.steps.truncated_share, run.average("truncated_share")],
+      range: [0, 1],
+    },
+    {
+      title: "Entropy",
+      note: "nats a token",
+      series: [dots("each step", c[2] + "80"), line("average", c[2], { width: 2 })],
+      data: (run) => [run.steps.step, run.steps.entropy, run.average("entropy")],
+      fromZero: true,
+    },
+    {
+      title: "KL",
+      note: "k3, nats a token; logarithmic",
+      series: [line("trainer from sampler", c[0]), line("trainer from reference", c[4])],
+      data: (run) => [run.steps.step, positive(run.steps.approx_kl), positive(run.steps.reference_kl)],
+      logarithmic: true,
+    },
+    {
+      title: "Gradient norm",
+      note: "before clipping",
+      series: [dots("each step", c[1] + "80"), line("average", c[1], { width: 2 })],
+      data: (run) => [run.steps.step, run.steps.grad_norm, run.average("grad_norm")],
       fromZero: true,
     },
   ];

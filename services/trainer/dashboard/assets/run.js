@@ -4,11 +4,13 @@ export const PHASES = ["wait", "pack", "logprobs", "forward_backward", "optimize
 export const KS = ["1", "2", "4", "8"];
 const BULK = new Set(["group_sampled", "group_graded", "group_dropped", "duplicate_refused"]);
 const STEP_FIELDS = [
-  "reward_raw", "reward_trained", "delta_logprob_mean", "delta_logprob_p99", "lag_mean", "lag_max",
-  "tokens_per_s", "step_seconds", "groups",
+  "reward_raw", "reward_trained", "delta_logprob_mean", "delta_logprob_p99", "delta_logprob_max", "lag_mean", "lag_max",
+  "tokens_per_s", "step_seconds", "groups", "truncated_share", "response_tokens_mean", "entropy", "approx_kl",
+  "reference_kl", "grad_norm", "open_groups", "slots",
 ];
+export const STAGES = ["prompts", "rollouts", "groups"];
 const KEPT_EVENTS = 60;
-const KEPT_UPDATES = 16;
+const KEPT_UPDATES = 48;
 export const UPDATE_PHASES = ["stage", "load", "restore", "probe", "pause", "resume"];
 const AVERAGE_STEPS = 10;
 const MANY_STEPS = 500; // from here on stacked phases are averaged, or they are noise on a screen
@@ -27,6 +29,10 @@ export class Run {
     this.steps = { step: [] };
     for (const name of STEP_FIELDS) this.steps[name] = [];
     for (const name of PHASES) this.steps["seconds_" + name] = [];
+    for (const name of STAGES) this.steps["backlog_" + name] = [];
+    this.steps.sampled_per_s = []; // tokens, all servers together
+    this.steps.lag_tokens = []; // {lag: tokens}
+    this.rates = {}; // replica -> what it did a second during the last step
     this.evals = []; // sorted by step
   }
 
@@ -72,6 +78,11 @@ export class Run {
     this.steps.step[row] = fields.step;
     for (const name of STEP_FIELDS) this.steps[name][row] = fields[name] ?? null;
     for (const name of PHASES) this.steps["seconds_" + name][row] = fields.seconds?.[name] ?? 0;
+    for (const name of STAGES) this.steps["backlog_" + name][row] = fields.backlog?.[name] ?? null;
+    const sampled = fields.sampled_tokens_per_s;
+    this.steps.sampled_per_s[row] = sampled ? Object.values(sampled).reduce((sum, one) => sum + one, 0) : null;
+    this.steps.lag_tokens[row] = fields.lag_tokens ?? null;
+    if (sampled) this.rates = { ...sampled, ...fields.graded_per_s };
   }
 
   #evaluation(fields) {
@@ -79,6 +90,42 @@ export class Run {
     this.evals = this.evals.filter((known) => known.step !== step);
     this.evals.push({ ...fields, step });
     this.evals.sort((a, b) => a.step - b.step);
+  }
+
+  get driftBound() { return this.job?.bounds?.max_mean_abs_delta_logprob ?? null; }
+
+  // The straight line through all steps (least squares); null below three of them.
+  fit(name) {
+    const rows = this.steps.step.map((x, i) => [x, this.steps[name][i]]).filter(([, y]) => y !== null);
+    if (rows.length < 3) return this.steps.step.map(() => null);
+    const mean = (i) => rows.reduce((sum, row) => sum + row[i], 0) / rows.length;
+    const [x0, y0] = [mean(0), mean(1)];
+    const spread = rows.reduce((sum, [x]) => sum + (x - x0) ** 2, 0);
+    const slope = spread ? rows.reduce((sum, [x, y]) => sum + (x - x0) * (y - y0), 0) / spread : 0;
+    return this.steps.step.map((x) => y0 + slope * (x - x0));
+  }
+
+  // Response tokens of the last steps by how many versions behind they were sampled.
+  lags(num = 100) {
+    const found = {};
+    for (const one of this.steps.lag_tokens.slice(-num)) {
+      for (const [lag, tokens] of Object.entries(one ?? {})) found[lag] = (found[lag] ?? 0) + tokens;
+    }
+    return found;
+  }
+
+  // Who waits for whom, over the last steps: a sentence, or null while nobody can say.
+  waits(num = 20) {
+    const recent = (name) => this.steps[name].slice(-num).filter((value) => value !== null);
+    const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+    const [steps, waits] = [recent("step_seconds"), recent("seconds_wait")];
+    if (steps.length < 3 || !recent("backlog_prompts").length) return null;
+    const share = mean(waits.slice(-steps.length)) / mean(steps);
+    const told = `${(100 * share).toFixed(0)} % of a step the trainer waits for groups`;
+    const graders = mean(recent("backlog_rollouts")), samplers = mean(recent("backlog_prompts"));
+    if (share < 0.1) return `${told}: the samplers are ahead of it.`;
+    if (graders > samplers) return `${told}; ${graders.toFixed(1)} of them wait for a grader, so graders are the narrow place.`;
+    return `${told}; ${samplers.toFixed(1)} of them are with the samplers, so sampling is the narrow place.`;
   }
 
   last(name) { return this.steps[name].at(-1) ?? null; }

@@ -57,12 +57,49 @@ export function servers(replicas, run) {
     const update = run?.updates[replica.name];
     return [
       replica.name,
+      replica.engine || replica.service,
       element("span", words(replica.state), "state " + replica.state),
       replica.policy_version ?? "–",
       update?.pause_s === undefined ? "–" : `${(1000 * update.pause_s).toFixed(0)} ms`,
+      number(update?.probe_mean_abs_delta),
+      rate(replica, run),
     ];
   });
-  return table(["server", "state", "version", "last pause"], rows);
+  return table(["server", "engine", "state", "version", "last pause", "last probe |Δ log p|", "last step"], rows);
+}
+
+function rate(replica, run) {
+  const value = run?.rates[replica.name];
+  if (value === undefined) return "–";
+  return `${number(value)} ${replica.service === "reward" ? "samples" : "tokens"}/s`;
+}
+
+// Response tokens of the last 100 steps by how old their version was.
+export function lags(run) {
+  const found = Object.entries(run.lags()).sort((a, b) => a[0] - b[0]);
+  const all = found.reduce((sum, [, tokens]) => sum + tokens, 0);
+  return table(["versions behind", "", "response tokens"], found.map(([lag, tokens]) => {
+    const made = element("div", undefined, "bar");
+    const part = element("i", "", "phase");
+    part.style.width = `${(100 * tokens) / all}%`;
+    made.append(part);
+    return [lag, made, `${((100 * tokens) / all).toFixed(1)} %`];
+  }));
+}
+
+// What could not be handled; `requeue(stage, ids)` puts it back.
+export function letters(found, requeue) {
+  const rows = found.map((letter) => {
+    const button = element("button", "queue again");
+    button.disabled = !letter.is_whole;
+    button.title = letter.is_whole ? "as a new message of its stream" : "only an excerpt was kept";
+    button.onclick = () => { button.disabled = true; requeue(letter.stage, [letter.dead_id]); };
+    return [
+      element("time", new Date(1000 * letter.buried_at_s).toLocaleTimeString()),
+      letter.stage, letter.reason, letter.consumer, letter.times_delivered, `${letter.body_bytes} bytes`, button,
+    ];
+  });
+  return rows.length ? table(["at", "stage", "reason", "buried by", "tried", "size", ""], rows) : element("p", "none", "soft");
 }
 
 // One bar per update, newest first, to one scale: what a server did when, and how much came to it.

@@ -71,3 +71,22 @@ def test_phases_are_stacked_from_the_first_up(tmp_path: Path) -> None:
 def test_moving_average_skips_gaps(tmp_path: Path) -> None:
     script = "answer = movingAverage([1, 2, null, 4, 5], 3)"
     assert evaluate(tmp_path, script) == [1, 1.5, 1.5, 3, 4.5]
+
+
+def test_fit_lags_and_waiting_are_told(tmp_path: Path) -> None:
+    script = """
+      const run = new Run();
+      for (let step = 1; step <= 5; step++) run.add({name: "step", fields: {
+        step, reward_raw: step === 2 ? null : 0.1 * step, step_seconds: 2, seconds: {wait: 1},
+        lag_tokens: {0: 30, 1: 10}, sampled_tokens_per_s: {"rollout-0": 5, "rollout-1": 6},
+        graded_per_s: {"reward-0": 2}, backlog: {prompts: 1, rollouts: 4, groups: 0}}}, step);
+      answer = [run.fit("reward_raw").map((y) => Number(y.toFixed(6))), run.lags(),
+                run.steps.sampled_per_s[4], run.rates, run.waits()];
+    """
+    fit, lags, sampled, rates, waits = evaluate(tmp_path, script)
+    assert fit == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert lags == {"0": 150, "1": 50}
+    assert (sampled, rates) == (11, {"rollout-0": 5, "rollout-1": 6, "reward-0": 2})
+    assert waits.startswith(
+        "50 % of a step the trainer waits for groups; 4.0 of them wait for a gr"
+    )

@@ -10,7 +10,7 @@ import pytest
 from services.trainer.report import sentences, write_report
 from services.trainer.report.curves import step_curves
 from services.trainer.report.evaluations import finished_evaluations
-from services.trainer.report.events import overview, read_events
+from services.trainer.report.events import read_events
 from services.trainer.report.summary import Summary, summarise
 from shared.messages import Event
 
@@ -234,14 +234,3 @@ def test_text_from_a_job_is_escaped(run: Run) -> None:
     run.add("job_started", job=JOB)
     run.add("job_finished", state="failed", error="<script>alert(1)</script>")
     assert "<script" not in write_report(run.folder).read_text()
-
-
-def test_overview_leaves_single_groups_out_but_counts_them(run: Run) -> None:
-    run.add("job_started", job=JOB)
-    run.add("group_sampled", group_id="a", tokens=3)
-    run.add("group_dropped", group_id="a", reason="surplus")
-    page = overview(run.path)
-    assert page["after"] == 3
-    assert [event["name"] for event in page["events"]] == ["job_started"]
-    assert page["counts"] == {"job_started": 1, "group_sampled": 1, "group_dropped": 1}
-    assert page["dropped"] == {"surplus": 1}

@@ -1,0 +1,91 @@
+// The form for a new job: a preset, its most used keys as inputs, and the document they are part of.
+// What the trainer refuses stands beside the key that it is about.
+
+const FIELDS = ["name", "steps", "seed", "model.rollout_checkpoint", "data.path", "sampling.groups_per_step", "sampling.samples_per_prompt", "sampling.max_response_tokens", "actor.optimizer.learning_rate"];
+const find = (id) => document.getElementById(id);
+let presets = [];
+
+export async function openForm(submitted) {
+  if (!presets.length) presets = (await (await fetch("/v1/presets", { signal: AbortSignal.timeout(10000) })).json()).presets;
+  find("preset").replaceChildren(...presets.map((preset) => new Option(preset.name, preset.name)));
+  find("preset").value = presets.some((preset) => preset.name === "demo") ? "demo" : presets[0]?.name;
+  find("preset").onchange = takePreset;
+  find("document").oninput = () => { showErrors([]); fromDocument(); };
+  find("submit").onclick = () => submit(submitted);
+  find("close").onclick = () => find("form").close();
+  takePreset();
+  find("form").showModal();
+}
+
+function takePreset() {
+  const preset = presets.find((one) => one.name === find("preset").value);
+  find("document").value = JSON.stringify(preset?.document ?? {}, null, 2);
+  showErrors([]);
+  fromDocument();
+}
+
+function parsed() {
+  try { return JSON.parse(find("document").value); } catch { return null; }
+}
+
+// Inputs show what the document says; they are made anew, as the document may be another one.
+function fromDocument() {
+  const job = parsed();
+  if (job === null) return;
+  find("fields").replaceChildren(...FIELDS.map((key) => {
+    const label = document.createElement("label");
+    const input = document.createElement("input");
+    const value = key.split(".").reduce((part, name) => part?.[name], job);
+    input.name = key;
+    input.value = value ?? "";
+    input.placeholder = "default";
+    input.oninput = () => change(key, input.value);
+    const error = document.createElement("small");
+    error.className = "field-error";
+    error.id = `error-${key}`;
+    input.setAttribute("aria-describedby", error.id);
+    label.append(key, input, error);
+    return label;
+  }));
+}
+
+function change(key, text) {
+  const job = parsed();
+  if (job === null) return;
+  const names = key.split("."), last = names.pop();
+  const part = names.reduce((inner, name) => (inner[name] ??= {}), job);
+  if (text === "") delete part[last];
+  else part[last] = text.trim() !== "" && Number.isFinite(Number(text)) && key !== "name" ? Number(text) : text;
+  find("document").value = JSON.stringify(job, null, 2);
+}
+
+async function submit(submitted) {
+  let body;
+  try { body = JSON.stringify(JSON.parse(find("document").value)); } catch (err) { return showErrors([{ message: `no JSON: ${err.message}` }]); }
+  const answer = await fetch("/v1/jobs", {
+    method: "POST", body, headers: { "Content-Type": "application/json" }, signal: AbortSignal.timeout(60000),
+  }).catch((err) => ({ ok: false, json: async () => ({ detail: `the trainer does not answer: ${err.message}` }) }));
+  const told = await answer.json();
+  if (!answer.ok) return showErrors(Array.isArray(told.detail) ? told.detail : [{ message: String(told.detail) }]);
+  find("form").close();
+  submitted(told.job_id);
+}
+
+// An error of a key that has an input stands there as well.
+function showErrors(errors) {
+  for (const input of find("fields").querySelectorAll("input")) {
+    const found = errors.find((error) => error.key === input.name);
+    input.setAttribute("aria-invalid", String(Boolean(found)));
+    input.nextSibling.textContent = found ? sentence(found) : "";
+  }
+  find("form-errors").replaceChildren(...errors.map((error) => {
+    const item = document.createElement("li");
+    item.textContent = (error.key ? `${error.key}: ` : "") + sentence(error);
+    return item;
+  }));
+}
+
+function sentence(error) {
+  const allowed = Array.isArray(error.allowed) ? error.allowed.join(", ") : error.allowed;
+  return error.message + (allowed ? ` (allowed: ${allowed})` : "");
+}

@@ -1,0 +1,160 @@
+"""The pages in a real browser: nothing on the console, live, by keyboard, on small screens."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, expect
+from redis.asyncio import Redis
+
+from services.trainer.config import TrainerConfig
+from shared import topology
+from shared.dead_letters import letter_fields
+from shared.job import Job
+from tests.browser.pages import (
+    ALL_STEPS,
+    CHROMIUM,
+    Seen,
+    Site,
+    browser,
+    long_run,
+    put_samples,
+    site,
+    step,
+)
+
+pytestmark = [
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}"),
+    pytest.mark.timeout(120),
+]
+
+
+@pytest_asyncio.fixture
+async def chromium() -> AsyncIterator[Browser]:
+    async with browser() as found:
+        yield found
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job.model_validate(
+        {
+            "name": "demo",
+            "steps": ALL_STEPS,
+            "model": {"rollout_checkpoint": "assets/tiny-dsv4"},
+            "data": {"path": "assets/arithmetic/train.jsonl"},
+            "sampling": {"context_length": 160, "max_response_tokens": 128},
+        }
+    )
+
+
+@pytest_asyncio.fixture
+async def served(tmp_path: Path, redis_url: str, redis: Redis, job: Job) -> AsyncIterator[Site]:
+    config = TrainerConfig(redis_url=redis_url, replica="trainer", runs_dir=tmp_path / "runs")
+    async with site(config, job) as found:
+        yield found
+
+
+async def test_a_run_of_ten_thousand_steps_is_quick_and_goes_on_live(
+    chromium: Browser, served: Site, job: Job
+) -> None:
+    served.tell(*long_run(job, ALL_STEPS))
+    seen = await Seen.open(chromium, served.url)
+    page = seen.page
+    await expect(page.locator("#charts section")).to_have_count(12, timeout=20_000)
+    await expect(page.locator("#tiles")).to_contain_text(f"{ALL_STEPS} / {ALL_STEPS}")
+    await expect(page.locator("#link")).to_have_text("live")
+    drawn_ms = await page.evaluate(
+        """async () => {
+          const began = performance.now();
+          await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+          return performance.now() - began;
+        }"""
+    )
+    assert drawn_ms < 2000
+    overview = await page.evaluate(f"fetch('/v1/jobs/{served.job_id}/metrics').then(a => a.text())")
+    assert len(overview) < 4_000_000
+    assert json.loads(overview)["num_steps"] == ALL_STEPS
+    served.tell(step(ALL_STEPS + 1))
+    await expect(page.locator("#tiles")).to_contain_text(f"{ALL_STEPS + 1} / {ALL_STEPS}")
+    await expect(page.locator("#waits")).to_contain_text("the trainer waits for groups")
+    await expect(page.locator("#updates tbody tr")).to_have_count(48)
+    assert seen.errors == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_a_small_screen_shows_all_without_scrolling_sideways(
+    chromium: Browser, served: Site, job: Job, scheme: str
+) -> None:
+    served.tell(*long_run(job, 40))
+    how = {"viewport": {"width": 360, "height": 740}, "color_scheme": scheme}
+    seen = await Seen.open(chromium, served.url, **how)
+    await expect(seen.page.locator("#charts section")).to_have_count(12, timeout=20_000)
+    width = await seen.page.evaluate("document.documentElement.scrollWidth")
+    assert width <= 360
+    assert seen.errors == []
+
+
+async def test_the_form_shows_errors_at_their_fields_and_submits(
+    chromium: Browser, served: Site
+) -> None:
+    seen = await Seen.open(chromium, served.url)
+    page = seen.page
+    await page.locator("#new").press("Enter")
+    await expect(page.locator("#form")).to_be_visible()
+    await page.locator('input[name="steps"]').fill("0")
+    await page.locator('input[name="data.path"]').fill("assets/none.jsonl")
+    await page.locator("#submit").press("Enter")
+    await expect(page.locator('input[name="steps"]')).to_have_attribute("aria-invalid", "true")
+    await expect(page.locator('[id="error-steps"]')).to_contain_text("greater than 0")
+    await page.locator('input[name="steps"]').fill("5")
+    await page.locator("#submit").click()
+    await expect(page.locator('[id="error-data.path"]')).to_contain_text("no such file")
+    await page.locator('input[name="data.path"]').fill("assets/arithmetic/train.jsonl")
+    await page.locator("#submit").click()
+    await expect(page.locator("#form")).to_be_hidden()
+    await expect(page.locator("#name")).to_contain_text("demo-")
+    assert len(served.app.state.store.all()) == 2
+    assert all("422" in error for error in seen.errors)  # the browser tells refused requests
+
+
+async def test_dead_letters_tell_their_reason_and_are_queued_again(
+    chromium: Browser, served: Site, redis: Redis
+) -> None:
+    stream = topology.prompts(served.job_id)
+    fields = letter_fields(
+        b"1-0", b"\xff<i>", reason="PromptGroup: not msgpack", consumer="rollout-0",
+        times_delivered=1, max_body_bytes=100,
+    )  # fmt: skip
+    await redis.xadd(topology.dead(stream), fields)
+    seen = await Seen.open(chromium, served.url)
+    row = seen.page.locator("#letters tbody tr")
+    await expect(row).to_contain_text("PromptGroup: not msgpack")
+    await row.get_by_role("button", name="queue again").click()
+    await expect(seen.page.locator("#letters")).to_have_text("none")
+    assert await redis.xlen(stream) == 1
+    assert seen.errors == []
+
+
+async def test_samples_are_walked_by_keyboard_and_coloured_both_ways(
+    chromium: Browser, served: Site
+) -> None:
+    names = put_samples(served)
+    seen = await Seen.open(chromium, f"{served.url}/samples#{served.job_id}")
+    page = seen.page
+    await expect(page.locator("#list a")).to_have_count(3)
+    for name in names[:2]:
+        await page.locator("#list").press("ArrowDown")
+        await expect(page.locator("#sample h2")).to_have_text(name)
+    tokens = page.locator(".tokens span")
+    await expect(tokens).to_have_count(9)
+    await expect(tokens.nth(6)).to_have_text("<b>")
+    await expect(tokens.first).to_have_class("delta-0")
+    await expect(tokens.last).to_have_class("delta-5")
+    await page.get_by_role("button", name="by version").press("Enter")
+    await expect(tokens.first).to_have_class("version-0")
+    await expect(tokens.last).to_have_class("version-1")
+    await expect(page.locator("#sample dl")).to_contain_text("score 0")
+    assert seen.errors == []
