@@ -7,6 +7,7 @@ One node meets at a free port of its own; several meet at `cluster.rendezvous`. 
 written to `ranks.json` in the run folder.
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -103,8 +104,16 @@ class Launch(BaseModel):
         own = {name: site_value(value) for name, value in self.environment.items()}
         return {**os.environ, **own, MARK: mark_of(self.run_dir, node)}
 
+    def shares_folder(self) -> bool:
+        """Whether the run folder here is the conductor's, which has recorded this start in it."""
+        try:
+            found = json.loads((Path(self.run_dir) / RECORD_FILE).read_text())
+        except FileNotFoundError:
+            return False
+        return bool(found.get("number") == self.number)
+
     def record(self) -> None:
-        """Keep what was started in the run folder."""
+        """Keep what is started in the run folder."""
         path = Path(self.run_dir) / RECORD_FILE
         text = json.dumps({**self.model_dump(), "command": self.command(0)}, indent=2)
         building = path.with_suffix(".building")
@@ -112,18 +121,40 @@ class Launch(BaseModel):
         building.rename(path)
 
 
+class Refusal(BaseModel):
+    """A node will not start its ranks. Example: number 7, node 1, reason 'no such run folder'."""
+
+    number: int
+    node: int = Field(ge=1)
+    reason: str = Field(max_length=500)
+
+
 class LaunchBoard:
-    """Where the conductor posts what is started, for nodes that ask. `program` replaces the learner
-    in tests."""
+    """Where the conductor posts what is started, for nodes that ask, and they what they refuse.
+    `program` replaces the learner in tests."""
 
     def __init__(self, program: list[str] | None = None) -> None:
         self.current: Launch | None = None
         self._program = program
+        self._refusal: asyncio.Future[Refusal] | None = None
 
     def post(self, job: Job, run_dir: Path) -> Launch:
-        number = time.time_ns()
-        self.current = Launch.of(job, run_dir, number=number, program=self._program)
-        return self.current
+        """Recorded in the run folder before any node can see it."""
+        launch = Launch.of(job, run_dir, number=time.time_ns(), program=self._program)
+        launch.record()
+        self.current, self._refusal = launch, asyncio.get_running_loop().create_future()
+        return launch
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Of another start than the current one nobody cares any more."""
+        is_current = self.current is not None and self.current.number == refusal.number
+        if is_current and self._refusal is not None and not self._refusal.done():
+            self._refusal.set_result(refusal)
+
+    async def refused(self) -> Refusal:
+        """Waits until a node refuses the start that was posted last."""
+        assert self._refusal is not None, "nothing was posted"
+        return await asyncio.shield(self._refusal)
 
     def clear(self) -> None:
         self.current = None

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from services.trainer.launch import Launch, LaunchBoard
+from services.trainer.launch import Launch, LaunchBoard, Refusal
 
 router = APIRouter(prefix="/v1", tags=["ranks"])
 NONE: dict[int | str, dict[str, Any]] = {204: {"description": "no ranks are wanted"}}
@@ -15,3 +15,10 @@ async def launch(request: Request) -> Any:
     """The start of ranks in progress; nodes 1 and up run their part of it."""
     board: LaunchBoard = request.app.state.board
     return board.current or Response(status_code=204)
+
+
+@router.post("/launch/refusals", status_code=204)
+async def refuse(refusal: Refusal, request: Request) -> None:
+    """A node cannot take part, so waiting for it is of no use."""
+    board: LaunchBoard = request.app.state.board
+    board.refuse(refusal)

@@ -2,6 +2,8 @@
 
     python -m services.trainer.node --conductor http://HEAD:8700 --node 1
 
+All nodes share the run folder: every rank keeps its shards, its part of checkpoints and what it is
+doing there. A node that finds another folder in its place says so, and no job waits for it.
 Ranks end when the conductor starts others, when it wants none, and when it has not been heard of
 for `--lost-s`: then nobody waits for them any more.
 """
@@ -17,7 +19,7 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
-from services.trainer.launch import LEARNER, MARK, Launch, mark_of
+from services.trainer.launch import LEARNER, MARK, RECORD_FILE, Launch, Refusal, mark_of
 from services.trainer.ranks import LOG_FILE
 from shared.errors import HttpFailed
 from shared.http import HttpClient
@@ -26,6 +28,8 @@ from shared.telemetry import configure_logging
 
 log = structlog.get_logger()
 POLL_S = 0.5
+# A shared file system may show what another node has written only after a while.
+FOLDER_S = 30.0
 
 
 def main() -> None:
@@ -42,10 +46,18 @@ class Node:
     """`program` replaces the learner in tests; the conductor's word on it is not taken."""
 
     def __init__(
-        self, conductor: str, *, number: int, lost_s: float, program: tuple[str, ...] = LEARNER
+        self,
+        conductor: str,
+        *,
+        number: int,
+        lost_s: float,
+        folder_s: float = FOLDER_S,
+        program: tuple[str, ...] = LEARNER,
     ) -> None:
         self._url = f"{conductor.rstrip('/')}/v1/launch"
         self._number, self._lost_s, self._program = number, lost_s, list(program)
+        self._folder_s = folder_s
+        self._looked_for = (0, 0.0)  # which start's folder, since when
         self._running: Launch | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -58,7 +70,8 @@ class Node:
                     try:
                         wanted = await self._wanted(client)
                         heard_s = time.monotonic()
-                        await self._follow(wanted)
+                        can_start = await self._can_start(client, wanted)
+                        await self._follow(wanted if can_start else None)
                     except HttpFailed as err:
                         if time.monotonic() - heard_s > self._lost_s and self._running:
                             log.warning("conductor_lost", after_s=self._lost_s, error=str(err))
@@ -76,6 +89,24 @@ class Node:
             return None
         is_here = launch is not None and self._number < launch.nodes
         return launch.model_copy(update={"program": self._program}) if launch and is_here else None
+
+    async def _can_start(self, client: HttpClient, wanted: Launch | None) -> bool:
+        """Not while its run folder is not to be seen here; after a while the conductor is told."""
+        running = self._running.number if self._running else None
+        if wanted is None or wanted.number == running or wanted.shares_folder():
+            return True
+        if self._looked_for[0] != wanted.number:
+            self._looked_for = (wanted.number, time.monotonic())
+        elif time.monotonic() - self._looked_for[1] > self._folder_s:
+            reason = (
+                f"{wanted.run_dir} here is not the conductor's ({RECORD_FILE} in it is missing or "
+                f"of another start): actor nodes must share the run folder at the same path"
+            )
+            log.warning("launch_refused", error=reason)
+            refusal = Refusal(number=wanted.number, node=self._number, reason=reason)
+            await client.post(f"{self._url}/refusals", refusal.model_dump(), idempotent=True)
+            self._looked_for = (wanted.number, time.monotonic())
+        return False
 
     async def _follow(self, wanted: Launch | None) -> None:
         """Ranks that ended by themselves stay so: the conductor says what comes next."""

@@ -128,7 +128,8 @@ class Ranks:
         """Start the processes and have them load the job's first weights.
 
         `run_dir` is absolute. Other nodes read from `board` what to start. Raises `RanksLost`,
-        ValueError for a site value that is not set, or what the ranks say of the weights.
+        ValueError for a site value that is not set or a node that refuses, or what the ranks say of
+        the weights.
         """
         mark = mark_of(run_dir, 0)
         kill_marked(MARK, mark)  # what a killed conductor may have left
@@ -147,7 +148,7 @@ class Ranks:
             stack.callback(kill_marked, MARK, mark)  # runs first
             ranks = cls(stack, process, run_dir / LOG_FILE, watch)
             ranks._deadlines = deadlines
-            await ranks._connect(listener.accept(deadlines.start_s))
+            await ranks._connect(listener.accept(deadlines.start_s), board)
             first = {"job_id": job_id, "job": job.model_dump(mode="json"), "run_dir": str(run_dir)}
             # Rank 0 connects before it has loaded anything; others, on other nodes, may come later.
             later_s = job.cluster.rendezvous.timeout_s if launch.nodes > 1 else 0.0
@@ -233,18 +234,24 @@ class Ranks:
                 await asyncio.wait_for(self._process.wait(), _GOODBYE_S)
         await self._resources.aclose()
 
-    async def _connect(self, arrival: Any) -> None:
-        """Wait for rank 0, or for torchrun's end, whichever comes first."""
+    async def _connect(self, arrival: Any, board: LaunchBoard) -> None:
+        """Wait for rank 0, for torchrun's end, or for a node that refuses, whichever is first."""
         accepting = asyncio.ensure_future(arrival)
         ending = asyncio.create_task(self._process.wait())
+        refusing = asyncio.create_task(board.refused())
         try:
-            await asyncio.wait({accepting, ending}, return_when=asyncio.FIRST_COMPLETED)
+            waiting = {accepting, ending, refusing}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if refusing.done():
+                refusal = refusing.result()
+                raise ValueError(f"node {refusal.node} starts no ranks: {refusal.reason}")
             if not accepting.done():
                 raise RanksLost(f"torchrun ended with code {ending.result()}; {self._tail()}")
             self._channel = accepting.result()
         except DeadlineExceeded as err:
             raise RanksLost(f"{err}; {self._tail()}") from err
         finally:
+            await end(refusing)
             await end(ending)
             await end(accepting)
 
@@ -277,7 +284,6 @@ class Ranks:
 
 async def _spawn(launch: Launch, address: str) -> asyncio.subprocess.Process:
     prepare_to_fork()
-    launch.record()
     with (Path(launch.run_dir) / LOG_FILE).open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *launch.command(0),

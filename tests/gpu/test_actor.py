@@ -13,6 +13,7 @@ Figures = dict[str, Any]
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sampler's rounding": {"actor": {"quantisation": "full"}},
+    "emulated FP8": {"actor": {"precision": "fp8"}},
 }
 
 

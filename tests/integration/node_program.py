@@ -1,4 +1,7 @@
-"""A second node with ranks without a model: `python -m tests.integration.node_program URL`."""
+"""A second node with ranks without a model.
+
+python -m tests.integration.node_program URL [SECONDS_TO_FIND_THE_RUN_FOLDER]
+"""
 
 import asyncio
 import sys
@@ -7,4 +10,6 @@ from services.trainer.node import Node
 from tests.integration.ranks_world import PROGRAM
 
 if __name__ == "__main__":
-    asyncio.run(Node(sys.argv[1], number=1, lost_s=60.0, program=PROGRAM).run())
+    folder_s = float(sys.argv[2]) if len(sys.argv) > 2 else 30.0
+    node = Node(sys.argv[1], number=1, lost_s=60.0, folder_s=folder_s, program=PROGRAM)
+    asyncio.run(node.run())

@@ -54,10 +54,15 @@ class Hosts:
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cable0")
             ip("-n", name, "link", "set", "cable0", "up")
 
-    def start(self, host: int, *module: str, log: Path) -> subprocess.Popen[bytes]:
-        """Run a module on one host, which has a name of its own."""
-        argv = ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c"]
+    def start(
+        self, host: int, *module: str, log: Path, own_folder: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Run a module on one host, which has a name of its own, and of `own_folder` a copy of its
+        own, empty."""
+        argv = ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "--mount", "sh", "-c"]
         script = f'hostname host{host}; exec "$@"'
+        if own_folder is not None:
+            script = f"mount -t tmpfs none '{own_folder}'; {script}"
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [*argv, script, "sh", sys.executable, "-m", *module],
@@ -113,6 +118,18 @@ def test_a_cut_cable_is_diagnosed_and_the_job_goes_on(hosts: Hosts, tmp_path: Pa
     assert stalled["waiting"]["collective"] == "gloo:all_to_all"
     assert stalled["step"] == 3
     assert events["replayed"]["steps"] == [2, 3]
+
+
+def test_a_node_that_does_not_share_the_run_folder_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    arguments = (str(run_dir), HEAD, str(PORT), "cable0")
+    log, node_log = tmp_path / "log", tmp_path / "node_log"
+    head = hosts.start(0, "tests.integration.head_program", *arguments, log=log)
+    node = ("tests.integration.node_program", f"http://{HEAD}:{PORT}", "1.0")
+    hosts.start(1, *node, log=node_log, own_folder=run_dir)
+    assert head.wait(60) == 1
+    assert f"node 1 starts no ranks: {run_dir} here is not the conductor's" in log.read_text()
 
 
 def _until(

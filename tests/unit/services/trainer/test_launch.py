@@ -1,11 +1,12 @@
 """torchrun's commands and the environment of ranks, for one node and several."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.trainer.launch import Launch, LaunchBoard
+from services.trainer.launch import Launch, LaunchBoard, Refusal
 from shared.job import Job, load_job_file
 
 PUBLISHED = Path(__file__).parents[4] / "configs" / "dsv4-flash-mi355x-4node.toml"
@@ -68,12 +69,27 @@ def test_deterministic_jobs_restrict_the_libraries(tmp_path: Path) -> None:
     assert (found["TANDEM_DETERMINISTIC"], found["CUBLAS_WORKSPACE_CONFIG"]) == ("1", ":16:8")
 
 
-def test_the_board_numbers_starts(tmp_path: Path) -> None:
+async def test_the_board_numbers_starts_and_records_them_before_a_node_can_ask(
+    tmp_path: Path,
+) -> None:
     board = LaunchBoard()
     first, second = (board.post(make_job(), tmp_path) for _ in range(2))
     assert first.number < second.number
+    assert second.shares_folder()
+    assert not first.shares_folder()
+    assert not second.model_copy(update={"run_dir": str(tmp_path / "other")}).shares_folder()
     board.clear()
     assert board.current is None
+
+
+async def test_only_a_refusal_of_the_current_start_counts(tmp_path: Path) -> None:
+    board = LaunchBoard()
+    numbers = [board.post(make_job(), tmp_path).number for _ in range(2)]
+    waiting = asyncio.create_task(board.refused())
+    board.refuse(Refusal(number=numbers[0], node=1, reason="an old one"))
+    for reason in ("first", "second"):
+        board.refuse(Refusal(number=numbers[1], node=2, reason=reason))
+    assert (await asyncio.wait_for(waiting, 5)).reason == "first"
 
 
 def test_a_node_sets_no_variable_that_is_not_a_ranks(tmp_path: Path) -> None:
