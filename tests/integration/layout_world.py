@@ -73,14 +73,7 @@ ROUNDS = (
         World("dp2 offloaded", PAIR, offload=0.5),
         World("ep2 offloaded", OTHERS, {"expert": 2}, offload=1.0),
     ),
-    (
-        World("fp8", (0,), precision="fp8"),
-        World("fp8 pp2", (1, 2), {"pipeline": 2, "last_stage_layers": 2}, precision="fp8"),
-    ),
-    (
-        World("fp8 dp2", PAIR, precision="fp8"),
-        World("fp8 ep2", OTHERS, {"expert": 2}, precision="fp8"),
-    ),
+    (World("fp8", (0,), precision="fp8"), World("fp8 ep2", OTHERS, {"expert": 2}, precision="fp8")),
 )
 
 

@@ -85,15 +85,15 @@ def test_a_layout_trains_as_one_rank_does(out: Path, name: str) -> None:
         assert_same_state(tensors(out / alone / state), tensors(out / name / state))
 
 
-@pytest.mark.parametrize("name", ["fp8 pp2", "fp8 dp2", "fp8 ep2"])
-def test_a_layout_trains_as_one_rank_does_in_fp8(out: Path, name: str) -> None:
-    one, other = found(out, "fp8"), found(out, name)
+def test_a_layout_trains_as_one_rank_does_in_fp8(out: Path) -> None:
+    """Experts are spread, everything else sees half of the samples."""
+    one, other = found(out, "fp8"), found(out, "fp8 ep2")
     first = zip(one["metrics"][:1], other["metrics"][:1], strict=True)
     for expected, metrics in first:
         for key in ("loss", "grad_norm", "entropy"):
             assert metrics[key] == pytest.approx(expected[key], rel=10 * LOSS, abs=LOSS), key
-    assert_same_state(tensors(out / "fp8" / "step1"), tensors(out / name / "step1"))
-    expected, values = tensors(out / "fp8" / "step3"), tensors(out / name / "step3")
+    assert_same_state(tensors(out / "fp8" / "step1"), tensors(out / "fp8 ep2" / "step1"))
+    expected, values = tensors(out / "fp8" / "step3"), tensors(out / "fp8 ep2" / "step3")
     weights = [key for key in expected if not key.startswith("optimizer.state.exp_avg")]
     assert max(relative(expected[key], values[key]) for key in weights) < FP8_WEIGHTS
     exact = tensors(out / "one" / "step3")

@@ -158,6 +158,7 @@ WRONG = [
     ({"data": {"path": "$NOT_SET/x"}}, "data.path", "$NOT_SET/x", "not set", None),
     ({"model": {"rollout_checkpoint": "/etc"}}, "model.rollout_checkpoint", "/etc", "outside", "/"),
     ({"data": {"path": "README.mdx"}}, "data.path", None, "README.mdx", None),
+    ({"actor": {"precision": "fp4"}}, "actor.precision", "fp4", "'dtype' or 'fp8'", None),
     (
         {"model": {"rollout_checkpoint": "assets"}},
         "model.rollout_checkpoint",

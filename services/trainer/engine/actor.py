@@ -4,9 +4,7 @@ A step is refused (`Rejected`) with the weights as they were: bad tokens, too ma
 log-probabilities, a policy too far from the sampler's, a loss or gradient that is not a number.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +20,10 @@ from services.trainer.engine import schedule
 from services.trainer.engine.agreement import together
 from services.trainer.engine.attribution import Ladder, climb
 from services.trainer.engine.initial import load_release_weights, served_policy
+from services.trainer.engine.pass_rounding import PassRounding
 from services.trainer.engine.reference import ReferencePolicy
-from services.trainer.engine.rounding import rounded_weights
+from services.trainer.engine.share import own_share
+from services.trainer.engine.step_metrics import Clock, Progress, token_metrics
 from services.trainer.engine.tokens import (
     ResponseTokens,
     advantages_less_kl,
@@ -31,10 +31,8 @@ from services.trainer.engine.tokens import (
     scored_sequences,
 )
 from services.trainer.engine.tracing import has_whole_model, traced_states
-from services.trainer.fp8.choice import training_products
-from services.trainer.fp8.products import products_as
 from services.trainer.loss.aggregation import token_coefficients
-from services.trainer.loss.divergence import kl_estimate, kl_k3
+from services.trainer.loss.divergence import kl_estimate
 from services.trainer.loss.drift import drift_metrics
 from services.trainer.loss.objective import TokenBatch
 from services.trainer.megatron.optimizer import (
@@ -45,20 +43,17 @@ from services.trainer.megatron.optimizer import (
 )
 from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
-from services.trainer.packing import MicroBatch, ScoredSequence, context_part, num_guessed, pack
+from services.trainer.packing import ScoredSequence, num_guessed
 from shared.errors import Rejected
 from shared.job import Job, expand_path
 from shared.job_actor import OptimizerSection, ReplaySection
 from shared.job_algorithm import AlgorithmSection, CorrectionSection
 from shared.messages import TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.models.deepseek_v4.layout import check_layout, row_alignment
+from shared.models.deepseek_v4.layout import check_layout
 from shared.parity.trace import StateArray, TraceRequest, TraceRounding
-from shared.quant.activation import UNQUANTISED, ActivationQuant, embedded_rounding
-from shared.quant.policy import Policy
 
 log = structlog.get_logger()
-Progress = Callable[[str, int], None]
 # The mean log-likelihood of given responses: REINFORCE with an advantage of 1 for each token.
 SUPERVISED = AlgorithmSection(
     policy_loss="reinforce",
@@ -83,8 +78,6 @@ class Actor:
             clamp_shared_experts=job.actor.clamp_shared_expert,
         )
         self.policy = served_policy(job, self.rollout_checkpoint)
-        self._quant = _activation_rounding(job, self.policy)
-        self._products = training_products(job.actor, self.policy.scale)
         check_layout(job, self.architecture)
         self.layout = job.layout
         self.config = transformer_config(
@@ -99,6 +92,7 @@ class Actor:
             train_mtp=job.actor.mtp_loss_weight > 0,
         )
         self.model.recompute(job.actor.recompute.mode, job.actor.recompute.num_blocks)
+        self._rounding = PassRounding(job, self.model, self.policy)
         self._load_first_weights()
         self._reference: ReferencePolicy | None = None
         if job.algorithm.kl.coefficient and job.warm_up is None:
@@ -130,7 +124,7 @@ class Actor:
             max_bad_share=algorithm.max_bad_logprob_share,
             replay=ReplaySection() if batch.supervised else self.job.actor.replay,
         )
-        clock = _Clock(self._progress, batch.step)
+        clock = Clock(self._progress, batch.step)
         updates = min(algorithm.updates_per_batch, len(tokens.sequences))
         num_tokens = len(tokens.sampler)
         old: Tensor | None = None
@@ -154,7 +148,7 @@ class Actor:
         self.step, self.policy_version = batch.step, batch.policy_version + 1
         return {
             **self._mtp_metrics(record, tokens),
-            **_token_metrics(record, tokens, old, reference, supervised=batch.supervised),
+            **token_metrics(record, tokens, old, reference, supervised=batch.supervised),
             "loss": sum(result.loss for result in results) / updates,
             "grad_norm": max(result.grad_norm for result in results),
             "learning_rate": results[-1].learning_rate,
@@ -205,7 +199,7 @@ class Actor:
                 f"layers are walked on ranks that hold all of them, not on {self.layout}"
             )
         self._progress("trace", self.step)
-        with self.rounded_as(request.rounding) as quant:
+        with self._rounding.of(request.rounding) as quant:
             return traced_states(self.model, request, quant)
 
     def climb(
@@ -224,22 +218,10 @@ class Actor:
             return self._score(sequences, temperature, rounding).logprobs.numpy()
 
         recorded = self.job.actor.replay
-        rounded = partial(self.rounded_as, "sampler")
+        rounded = partial(self._rounding.of, "sampler")
         return climb(
             self.model, samples, score, rounded=rounded, recorded=recorded, folders=folders
         )
-
-    @contextmanager
-    def rounded_as(self, rounding: TraceRounding) -> Iterator[ActivationQuant]:
-        """Around passes that compute in the job's own way, without rounding, or as the sampler."""
-        if rounding == "none":
-            yield UNQUANTISED
-        elif rounding == "own":
-            with self._rounding():
-                yield self._quant
-        else:
-            with rounded_weights(self.model, self.policy):
-                yield sampler_rounding(self.job, self.policy)
 
     def _take_reference(self) -> None:
         """What the warm-up made, before anything else is learnt."""
@@ -265,8 +247,8 @@ class Actor:
         rounding: TraceRounding = "own",
     ) -> schedule.TokenRecord:
         num_tokens = sum(sequence.num_scored for sequence in sequences)
-        packed = self._pack(sequences)
-        with self.rounded_as(rounding) as quant:
+        packed = own_share(sequences, self.job, self.architecture)
+        with self._rounding.of(rounding) as quant:
             return schedule.score(
                 self.model,
                 packed.mine,
@@ -284,45 +266,19 @@ class Actor:
         with self._reference.in_place():
             return self._score(sequences, temperature).logprobs
 
-    @contextmanager
-    def _rounding(self) -> Iterator[None]:
-        """Around every pass; the optimiser steps outside."""
-        with ExitStack() as stack:
-            if self.job.actor.quantisation != "none":
-                stack.enter_context(rounded_weights(self.model, self.policy))
-            stack.enter_context(products_as(self.model, self._products))
-            yield
-
-    def _pack(self, sequences: list[ScoredSequence]) -> "_Packed":
-        """This rank's micro-batches: all ranks plan for all, and so agree without a word."""
-        layout = self.layout
-        shares = pack(
-            sequences,
-            max_tokens=self.job.actor.max_tokens_per_gpu * layout.context,
-            alignment=row_alignment(layout, self.architecture),
-            num_ranks=layout.data,
-        )
-        mine = shares[parallel_state.get_data_parallel_rank()]
-        rank = parallel_state.get_context_parallel_rank()
-        return _Packed(
-            [context_part(micro, rank, layout.context) for micro in mine],
-            sum(len(share) for share in shares),
-            sum(micro.num_tokens for share in shares for micro in share),
-        )
-
     def _update(
         self,
         tokens: ResponseTokens,
         before: "_Scored",
         batch: TrainingBatch,
-        clock: "_Clock",
+        clock: Clock,
         *,
         first: bool,
     ) -> "_UpdateResult":
         """Gradients of `tokens`, then one optimiser update."""
         algorithm = SUPERVISED if batch.supervised else self.job.algorithm
         try:
-            packed = self._pack(tokens.sequences)
+            packed = own_share(tokens.sequences, self.job, self.architecture)
         except ValueError as err:
             raise Rejected(f"step {batch.step}: {err}") from err
         coefficients = token_coefficients(
@@ -331,7 +287,7 @@ class Actor:
             algorithm.aggregation,
             max_tokens=self.job.sampling.max_response_tokens,
         )
-        with clock("forward_backward"), self._rounding():
+        with clock("forward_backward"), self._rounding.of("own") as quant:
             self.model.share_embedding()
             self.wrapped.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -349,7 +305,7 @@ class Actor:
                 ),
                 temperature=batch.temperature,
                 algorithm=algorithm,
-                quant=self._quant,
+                quant=quant,
                 mtp_coefficient=self._mtp_coefficient(tokens.sequences),
             )
         with clock("optimizer"):
@@ -407,15 +363,6 @@ class Actor:
         raise Rejected(f"step {step}: {what}; the weights are unchanged")
 
 
-def _activation_rounding(job: Job, policy: Policy) -> ActivationQuant:
-    return sampler_rounding(job, policy) if job.actor.quantisation == "full" else UNQUANTISED
-
-
-def sampler_rounding(job: Job, policy: Policy) -> ActivationQuant:
-    """Which activations the job's samplers round."""
-    return embedded_rounding(policy.linear, activations=job.rollout.quantise_activations)
-
-
 @dataclass(frozen=True, slots=True)
 class _Scored:
     """Log-probabilities `[R]` from before the step, as far as somebody needs them."""
@@ -431,15 +378,6 @@ class _Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    """Micro-batches of this rank, and how many they and their tokens are on all ranks."""
-
-    mine: list[MicroBatch]
-    micro_batches: int
-    padded_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class _UpdateResult:
     loss: float
     grad_norm: float
@@ -447,47 +385,3 @@ class _UpdateResult:
     record: schedule.TokenRecord
     micro_batches: int
     padded_tokens: int
-
-
-def _token_metrics(
-    record: schedule.TokenRecord,
-    tokens: ResponseTokens,
-    old: Tensor | None,
-    reference: Tensor | None,
-    *,
-    supervised: bool,
-) -> dict[str, float]:
-    """Means over the usable response tokens, and the drift between sampler and trainer."""
-    usable = tokens.usable
-    if supervised:  # nobody sampled them
-        entropy = float(record.entropy[usable].mean())
-        return {"entropy": entropy, "response_tokens": len(usable)}
-    weights = record.weights[usable]
-    before = record.logprobs if old is None else old
-    kl = {} if reference is None else {"reference_kl": kl_k3(before, reference)[usable].mean()}
-    return {
-        **drift_metrics(before, tokens.sampler, usable),
-        **{name: float(value) for name, value in kl.items()},
-        "entropy": float(record.entropy[usable].mean()),
-        "clip_share": float(record.clipped[usable].float().mean()),
-        "tis_weight_mean": float(weights.mean()),
-        "tis_truncated_share": float(record.corrected[usable].float().mean()),
-        "bad_logprobs": tokens.num_unusable,
-        "bad_logprob_share": tokens.num_unusable / len(usable),
-        "response_tokens": len(usable),
-    }
-
-
-class _Clock:
-    """Seconds by phase; entering a phase is reported as progress."""
-
-    def __init__(self, progress: Progress, step: int) -> None:
-        self.seconds = {"logprobs": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
-        self._progress, self._step = progress, step
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self._progress(phase, self._step)
-        began_s = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - began_s

@@ -10,9 +10,10 @@ import structlog
 import torch
 
 from services.trainer import checkpoint
-from services.trainer.engine.actor import Actor, Progress
+from services.trainer.engine.actor import Actor
 from services.trainer.engine.own_shards import OwnShards
 from services.trainer.engine.sharing import exchange, own_tensors
+from services.trainer.engine.step_metrics import Progress
 from services.trainer.export import export_version
 from services.trainer.megatron import parallel
 from shared.errors import TandemError

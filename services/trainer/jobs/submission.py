@@ -111,14 +111,14 @@ def check_files(job: Job, roots: Sequence[Path]) -> Job:
 
 
 def _check_layout(job: Job, checkpoint: Path) -> None:
-    """No process starts for a layout that the model cannot have."""
-    if job.layout.world == 1:
+    """No process starts for a layout, or a loss of MTP blocks, that the model cannot have."""
+    if job.layout.world == 1 and not job.actor.mtp_loss_weight:
         return
     try:
         check_layout(job, Architecture.load(checkpoint))
     except ValueError as err:
         shown = str(job.layout)
-        raise Refused([Problem("actor.parallel", shown, str(err))]) from err
+        raise Refused([Problem("actor", shown, str(err))]) from err
 
 
 def allowed_roots(project: Path, configured: Iterable[Path]) -> list[Path]:
