@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from services.trainer.admission import Admission, Progress
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.checkpoint_folder import recover_books
 from services.trainer.collector import Collector
 from services.trainer.config import ConductorConfig
 from services.trainer.drift import DriftAttribution
@@ -86,6 +87,7 @@ def assemble(
     """Open the run's files and connect the parts; nothing runs yet."""
     job_id, job = source.job_id, source.job
     admission, progress = Admission.of(job), Progress(job.steps)
+    recover_books(run_dir)
     books = Books(run_dir / BOOKS_FILE)
     own: dict[str, Any] = {
         "books": books,

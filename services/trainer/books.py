@@ -58,6 +58,15 @@ class Books:
         with self._lock:
             self._db.close()
 
+    def copy_to(self, path: Path) -> None:
+        """All that stands in them, consistent, in a new file."""
+        copy = sqlite3.connect(path)
+        try:
+            with self._lock:
+                self._db.backup(copy)
+        finally:
+            copy.close()
+
     # Groups
 
     def record_draws(self, draws: Sequence[Draw]) -> None:

@@ -1,6 +1,7 @@
 """Megatron torch_dist checkpoints of the actor: model, optimiser, generators, step and version.
 
-One directory appears whole: written beside its place, then renamed, with `complete.json` inside.
+One directory appears whole: written beside its place, then renamed, with `complete.json` inside and
+what the conductor laid beside it for it (`checkpoint_folder.py`).
 Contents are hashed when written and verified when read; anything wrong is `WeightsCorrupt`.
 
     start ──> copies in host memory ──thread──> files of this rank
@@ -32,12 +33,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from services.trainer.checkpoint_folder import COMPLETE_FILE, building_of, job_state_of
 from services.trainer.megatron.optimizer import separate_steps
 from shared.errors import WeightsCorrupt
 
 log = structlog.get_logger()
-COMPLETE_FILE = "complete.json"
-BUILDING = ".building"
 _MEGATRON_FILE = "metadata.json"
 _INTEGRITY_FILE = "integrity.json"
 # The only optimiser layout that another parallel layout can read.
@@ -71,7 +71,7 @@ class Writer:
         """Copy everything that a resumed run needs and begin to write it; `progress` holds step and
         policy_version. An older directory at `path` is replaced once the new one is complete."""
         self.finish(wait=True)
-        building = path.with_name(f".{path.name}{BUILDING}")
+        building = building_of(path)
         if dist.get_rank() == 0:
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir(parents=True)
@@ -131,8 +131,12 @@ def _index(pending: _Pending) -> _Pending | None:
 
 
 def _place(pending: _Pending) -> None:
-    """Hashes of all files, and the directory has its name."""
+    """The job's state from beside, hashes of all files, and the directory has its name."""
+    state = job_state_of(pending.path)
     try:
+        for file in state.iterdir() if state.exists() else ():
+            file.rename(pending.building / file.name)
+        shutil.rmtree(state, ignore_errors=True)
         save_integrity_manifest(str(pending.building))
         _appear(pending.building, pending.path, pending.progress)
     except OSError as err:

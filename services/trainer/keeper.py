@@ -15,6 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 
 from services.trainer.books import Books
+from services.trainer.checkpoint_folder import (
+    CHECKPOINTS,
+    COMPLETE_FILE,
+    add_books,
+    complete_checkpoints,
+)
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.ranks import RankSet, RanksLost, RanksStalled
 from shared.errors import Rejected, RemoteError, TandemError, WeightsCorrupt
@@ -25,7 +31,6 @@ from shared.weights.protocol import GroupTransfer
 log = structlog.get_logger()
 T = TypeVar("T")
 StartRanks = Callable[[], Awaitable[RankSet]]
-COMPLETE_FILE = "complete.json"
 MAX_RESTARTS_IN_A_ROW = 3
 
 
@@ -53,7 +58,8 @@ class RankKeeper:
         """`reference_step`: the checkpoint of that step has the reference policy, and stays."""
         self._start_ranks = start_ranks
         self._books = books
-        self._checkpoints = run_dir / "checkpoints"
+        self._run_dir = run_dir
+        self._checkpoints = run_dir / CHECKPOINTS
         self._keep_checkpoints = keep_checkpoints
         self._keep_every = keep_every
         self._reference_step = reference_step
@@ -134,9 +140,15 @@ class RankKeeper:
     async def save(self, step: int, *, wait: bool = True) -> None:
         """Write a checkpoint, in the background unless `wait`. Once it is there, older ones, and
         batches before the oldest kept, may go."""
+        path = self._path(step)
+
+        async def write(ranks: RankSet) -> dict[str, Any]:
+            await asyncio.to_thread(add_books, self._books, path)
+            return await ranks.save(step, path, wait=wait)
+
         self._unfinished = (step, time.monotonic())
         async with self._turn:
-            await self._insist(lambda ranks: ranks.save(step, self._path(step), wait=wait))
+            await self._insist(write)
 
     async def save_reference(self) -> None:
         """Have the reference policy's checkpoint before any later step is taken."""
@@ -158,8 +170,7 @@ class RankKeeper:
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """Step and directory, oldest first; half-written ones are none."""
-        found = sorted(self._checkpoints.glob(f"step*/{COMPLETE_FILE}"))
-        return [(int(path.parent.name.removeprefix("step")), path.parent) for path in found]
+        return complete_checkpoints(self._run_dir)
 
     async def _insist(self, ask: Callable[[RankSet], Awaitable[T]]) -> T:
         """Ask ranks in the right state, starting new ones as often as is reasonable."""

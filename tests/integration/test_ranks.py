@@ -1,6 +1,8 @@
 """The keeper on real ranks: killed in mid-run, they come back bit-equal from checkpoint and log."""
 
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -151,6 +153,11 @@ async def test_a_save_cut_short_by_kill_is_never_chosen(run: Run) -> None:
     assert await run.checksums(2) == before
     assert [step for step, _ in run.keeper.complete_checkpoints()] == [1]
     assert [path.name for path in folder.iterdir()] == ["step00000001"]
+    kept = Books(Path(shutil.copy(folder / "step00000001" / BOOKS_FILE, folder.parent / "copy")))
+    assert (kept.last_step(), kept.next_draw()) == (1, 1)
+    kept.close()
+    hashed = json.loads((folder / "step00000001" / "integrity.json").read_text())["files"]
+    assert BOOKS_FILE in hashed
     events = [body["name"] for _, body in run.books.journal(0)]
     assert events == ["checkpoint_saved", "rank_restarted", "replayed"]
 
