@@ -58,7 +58,6 @@ class Run:
     seed: int
     delta: list[float]
     reward: list[float]
-    seconds: list[float]
     pass_at_1: dict[str, float]
 
     @property
@@ -92,7 +91,6 @@ def run_one(name: str, seed: int, *, steps: int, runs: Path) -> Run:
         seed=seed,
         delta=curves.delta_mean.tolist(),
         reward=curves.reward_raw.tolist(),
-        seconds=(curves.phases["logprobs"] + curves.phases["forward_backward"]).tolist(),
         pass_at_1={str(e.policy_version): e.pass_at_k["1"] for e in finished_evaluations(events)},
     )
 
@@ -110,7 +108,7 @@ def keep(found: Sequence[Run], path: Path) -> None:
 
 def table(found: Sequence[Run]) -> Table:
     columns = ("case", "seeds", "steps", "mean |Δ log p|", "last 5", "largest step")
-    result = Table(*columns, "pass@1 before", "after", "CPU s a step", box=None)
+    result = Table(*columns, "pass@1 before", "after", box=None)
     for name, case in CASES.items():
         runs = [run for run in found if run.case == name]
         if not runs:
@@ -125,7 +123,6 @@ def table(found: Sequence[Run]) -> Table:
             f"{max(delta.max() for delta in deltas):.1e}",
             _spread([run.pass_at_1["0"] for run in runs], ".3f"),
             _spread([run.last_pass_at_1 for run in runs], ".3f"),
-            f"{np.median([np.median(run.seconds) for run in runs]):.2f}",
         )
     return result
 
