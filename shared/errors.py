@@ -45,10 +45,16 @@ class DeadlineExceeded(TandemError):
 
 
 class HttpFailed(TandemError):
-    """`status` is None when no answer arrived; `body` is the answer (cut if long) or the cause."""
+    """`status` is None when no answer arrived; `body` is the answer (cut if long) or the cause.
 
-    def __init__(self, method: str, url: str, status: int | None, body: str) -> None:
+    `is_late` says that it was waited for the answer until the request's deadline.
+    """
+
+    def __init__(
+        self, method: str, url: str, status: int | None, body: str, *, is_late: bool = False
+    ) -> None:
         super().__init__(f"{method} {url}: {status or 'no answer'}: {body[:500]}")
+        self.is_late = is_late
         self.method = method
         self.url = url
         self.status = status

@@ -139,7 +139,9 @@ class HttpClient:
                 timeout=timeout,
             )
         except httpx.TransportError as err:
-            raise HttpFailed(method, url, None, f"{type(err).__name__}: {err}") from err
+            is_late = isinstance(err, httpx.ReadTimeout)
+            body = f"{type(err).__name__}: {err}"
+            raise HttpFailed(method, url, None, body, is_late=is_late) from err
         if answer.is_error:
             raise HttpFailed(method, url, answer.status_code, answer.text[:_MAX_ERROR_CHARS])
         return _decoded(answer)

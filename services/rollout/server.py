@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import structlog
 from redis.asyncio import Redis
@@ -25,7 +25,7 @@ from shared.messages import JobAnnounced, WeightsAnnounced
 from shared.redis import broker_trouble
 from shared.registry import LEASE_S, Replica, ServerState, live_replicas, register, unregister
 from shared.tasks import end, wait_for_event
-from shared.weights.shard_server import Kind, ShardServer
+from shared.weights.shard_server import Coming, Kind, ShardServer
 
 log = structlog.get_logger()
 
@@ -194,7 +194,7 @@ class RolloutServer:
 
     # ---------------------------------------------------------------- details
 
-    def _find_shard(self, version: int, kind: Kind, index: int) -> Path | Literal["coming"] | None:
+    def _find_shard(self, version: int, kind: Kind, index: int) -> Path | Coming | None:
         """Weights for other servers; called in threads."""
         serving = self.serving
         return None if serving is None else serving.updates.find(version, kind, index)

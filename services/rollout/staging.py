@@ -2,7 +2,8 @@
 
 Each shard by itself: whole already ──> kept; base and delta at hand ──> pulled as changes, rebuilt,
 verified; anything else, or a result with another checksum ──> pulled whole. A pull that broke off
-goes on where it stopped, at the next source. Blocking code for threads.
+goes on where it stopped, at the next source. A source that is sent the file itself is waited for as
+long as it gets on. Blocking code for threads.
 """
 
 import threading
@@ -16,7 +17,7 @@ import numpy as np
 import structlog
 import xxhash
 
-from shared.errors import HttpFailed, TandemError, WeightsCorrupt
+from shared.errors import DeadlineExceeded, HttpFailed, TandemError, WeightsCorrupt
 from shared.http import download
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.names import tensor_specs
@@ -29,7 +30,7 @@ log = structlog.get_logger()
 
 _PULLS = 3  # at the same time: writing fresh pages takes longer than the network
 _ATTEMPTS = 2  # of each source for each file
-SILENCE_S = 10.0  # a source that sends nothing for so long is given up
+SILENCE_S = 10.0  # a source that sends nothing, or gets nothing, for so long is given up
 _COMING_S = 0.02  # pause before a peer is asked again for what is on its way to it
 _CHUNK_BYTES = 2**20
 _NOT_YET = 503
@@ -39,7 +40,7 @@ _NOT_YET = 503
 class Progress:
     """What has arrived; `ready` may be passed on to others."""
 
-    staged_bytes: int = 0
+    staged_bytes: int = 0  # of shards that are whole
     pulled_bytes: int = 0
     rebuilt_shards: int = 0
     ready: set[tuple[Kind, int]] = field(default_factory=set)
@@ -53,8 +54,12 @@ class StagingStopped(TandemError):
 class Stager:
     """Brings one version into `folder`; `base` is a version that is there whole, or None."""
 
-    def __init__(self, request: BeginUpdate, folder: Path, base: StoredVersion | None) -> None:
+    def __init__(
+        self, request: BeginUpdate, folder: Path, base: StoredVersion | None, *, deadline_s: float
+    ) -> None:
         self.progress = Progress()
+        self._deadline_s = deadline_s
+        self._ends_s = time.monotonic() + deadline_s
         self._request = request
         self._manifest = request.manifest
         self._folder = folder
@@ -63,7 +68,10 @@ class Stager:
         self._lock = threading.Lock()
 
     def bring_all(self) -> None:
-        """Have every shard's file in the folder, verified. WeightsCorrupt if no source has one."""
+        """Have every shard's file in the folder, verified.
+
+        WeightsCorrupt if no source has one; DeadlineExceeded says for which one it was waited.
+        """
         with ThreadPoolExecutor(_PULLS, "pull") as pulling:
             started = [pulling.submit(self._bring, shard) for shard in self._manifest.shards]
             try:
@@ -136,7 +144,7 @@ class Stager:
 
     def _fetch(self, url: str, target: Path, num_bytes: int) -> str:
         """The checksum of the file; resumes, and waits while the source itself is sent it."""
-        gives_up_s = time.monotonic() + SILENCE_S
+        waiting = _Waiting(url, self._deadline_s, self._ends_s)
         while True:
             offset = target.stat().st_size if target.exists() else 0
             if offset > num_bytes:
@@ -156,8 +164,10 @@ class Stager:
                 )
             except HttpFailed as err:
                 self._count(target, offset)
-                late = time.monotonic() > gives_up_s
-                if err.status != _NOT_YET or late or self.progress.stopped.wait(_COMING_S):
+                if err.status != _NOT_YET:
+                    raise
+                waiting.check(err.body)
+                if self.progress.stopped.wait(_COMING_S):
                     raise
             else:
                 self._count(target, offset)
@@ -172,6 +182,28 @@ class Stager:
         if target.exists():
             with self._lock:
                 self.progress.pulled_bytes += max(0, target.stat().st_size - offset)
+
+
+class _Waiting:
+    """For a source that says "not yet": any other answer than before is progress."""
+
+    def __init__(self, url: str, deadline_s: float, ends_s: float) -> None:
+        self._url = url
+        self._deadline_s = deadline_s
+        self._ends_s = ends_s
+        self._answer = ""
+        self._since_s = time.monotonic()
+
+    def check(self, answer: str) -> None:
+        """HttpFailed once it stands still, DeadlineExceeded once there is no time left."""
+        now = time.monotonic()
+        if now > self._ends_s:
+            raise DeadlineExceeded(f"{self._url} ({answer})", self._deadline_s)
+        if answer != self._answer:
+            self._answer, self._since_s = answer, now
+        elif now > self._since_s + SILENCE_S:
+            body = f"waited {SILENCE_S:g} s without progress: {answer}"
+            raise HttpFailed("GET", self._url, _NOT_YET, body)
 
 
 def check_tensors(manifest: Manifest, arch: Architecture) -> None:

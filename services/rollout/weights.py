@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import structlog
 from prometheus_client import Histogram
 
+from services.rollout.engine.checks import check_probe
 from services.rollout.engine.engine import Engine
 from services.rollout.staging import Stager, StagingStopped, check_tensors
 from shared.errors import DeadlineExceeded, HttpFailed, RemoteError, TandemError, WeightsCorrupt
@@ -35,7 +35,7 @@ from shared.weights.protocol import (
     UpdateState,
     UpdateStatus,
 )
-from shared.weights.shard_server import Kind
+from shared.weights.shard_server import Coming, Kind
 from shared.weights.stored import StoredVersion
 
 log = structlog.get_logger()
@@ -64,7 +64,7 @@ class Update:
     error: str = ""
     touched_at_s: float = field(default_factory=time.monotonic)
     staging: asyncio.Task[None] | None = None
-    result: CommitResult | None = None
+    activation: asyncio.Task[CommitResult] | None = None
 
     @property
     def version(self) -> int:
@@ -107,6 +107,7 @@ class Updates:
         self._max_bytes = max_bytes
         self._on_change = on_change
         self._update: Update | None = None
+        self._served: CommitResult | None = None  # of the last commit that was not refused
 
     @property
     def is_activating(self) -> bool:
@@ -129,7 +130,7 @@ class Updates:
             self._close(current, "aborted", f"nobody asked for {self._deadline_s:g} s")
         folder = self._path(request.version)
         base = None if active is None else StoredVersion.open(self._path(active))
-        update = Update(request, folder, Stager(request, folder, base))
+        update = Update(request, folder, Stager(request, folder, base, deadline_s=self._deadline_s))
         update.staging = asyncio.create_task(self._stage(update), name=f"stage {update.version}")
         self._update = update
         self._on_change()
@@ -142,29 +143,51 @@ class Updates:
         return update.status()
 
     async def commit(self, version: int, commit: CommitUpdate) -> CommitResult:
-        """Activate a staged version; a version that is active already answers as it did."""
+        """Activate a staged version. A commit that is repeated answers as it did, or as it will."""
+        served = self._served
+        if served is not None and served.version == version == self._engine.policy_version:
+            return self._as_expected(served, commit)
         update = self._of(version)
-        if update.state == "active" and update.result is not None:
-            return update.result
-        if update.state != "staged":
-            reason = f": {update.error}" if update.error else ""
-            raise UpdateConflict(f"version {version} is {update.state}{reason}")
-        update.state = "activating"
-        self._on_change()
+        if update.activation is None:
+            if update.state != "staged":
+                reason = f": {update.error}" if update.error else ""
+                raise UpdateConflict(f"version {version} is {update.state}{reason}")
+            update.state = "activating"
+            self._on_change()
+            activating = self._activate(update, commit)
+            update.activation = asyncio.create_task(activating, name=f"activate {version}")
+        return self._as_expected(await asyncio.shield(update.activation), commit)
+
+    async def _activate(self, update: Update, commit: CommitUpdate) -> CommitResult:
         try:
+            check_probe(commit.probe, self._engine.spec)
             result = await self._engine.activate(update.folder, commit, timeout_s=self._deadline_s)
         except (RemoteError, ValueError) as err:
             self._close(update, "failed", str(err))
-            raise CommitFailed(f"version {version} was refused: {err}") from err
+            raise CommitFailed(f"version {update.version} was refused: {err}") from err
         except DeadlineExceeded as err:
             # It may still be applied; what this server serves is no longer known.
             self._close(update, "failed", str(err))
             self._engine.died.set()
-            raise CommitFailed(f"version {version}: {err}; the engine is restarted") from err
-        update.result = result
+            raise CommitFailed(f"version {update.version}: {err}; the engine is restarted") from err
+        except BaseException:
+            self._close(update, "failed", "the commit was cut short")
+            raise
+        self._served = result
         self._close(update, "active", "")
         _observe(result)
         return result
+
+    def _as_expected(self, served: CommitResult, commit: CommitUpdate) -> CommitResult:
+        """CommitFailed if the other servers have a value that nobody knew when this was served."""
+        expected = commit.effective_checksum
+        if expected in (None, served.effective_checksum):
+            return served
+        self._engine.died.set()  # no other version is left to go back to
+        raise CommitFailed(
+            f"version {served.version}: effective checksum {served.effective_checksum}, other "
+            f"servers have {expected}; the engine is restarted"
+        )
 
     async def rehearse(self, version: int, commit: CommitUpdate) -> CommitResult:
         """Do with the bytes of the active version all that a commit does but switch: load, restore,
@@ -178,6 +201,7 @@ class Updates:
         if not (folder / MANIFEST_FILE).exists():
             raise UpdateConflict(f"the bytes of version {version} are not kept")
         try:
+            check_probe(commit.probe, self._engine.spec)
             return await self._engine.rehearse(folder, commit, timeout_s=self._deadline_s)
         except (RemoteError, ValueError) as err:
             raise CommitFailed(f"version {version} would be refused: {err}") from err
@@ -192,14 +216,16 @@ class Updates:
             self._close(update, "aborted", "aborted by request")
         return update.status()
 
-    def find(self, version: int, kind: Kind, index: int) -> Path | Literal["coming"] | None:
+    def find(self, version: int, kind: Kind, index: int) -> Path | Coming | None:
         """The file of a shard for other servers; called in threads."""
         update = self._update
         name = shard_file(index) if kind == "shards" else delta_file(index)
         if update is not None and update.version == version:
-            if (kind, index) in update.stager.progress.ready:
+            progress = update.stager.progress
+            if (kind, index) in progress.ready:
                 return update.folder / name
-            return "coming" if update.state == "staging" else None
+            come = progress.pulled_bytes + progress.staged_bytes
+            return Coming(come) if update.state == "staging" else None
         path = self._path(version) / name
         return path if version == self._engine.policy_version and path.exists() else None
 
@@ -207,6 +233,8 @@ class Updates:
         """Leave only what an unfinished transfer has brought."""
         if self._update is not None:
             await self._end_staging(self._update)
+            if self._update.activation is not None:
+                await end(self._update.activation)
         for manifest in self._folder.glob(f"v*/{MANIFEST_FILE}"):
             shutil.rmtree(manifest.parent, ignore_errors=True)
         with contextlib.suppress(OSError):  # a broken transfer is in it
@@ -278,8 +306,12 @@ class Updates:
             (update.folder / MANIFEST_FILE).write_text(manifest.model_dump_json())
         except StagingStopped:
             return  # whoever gave it up has said so
-        except (WeightsCorrupt, HttpFailed, OSError) as err:
+        except (WeightsCorrupt, HttpFailed, DeadlineExceeded, OSError) as err:
             self._close(update, "failed", str(err))
+            return
+        except Exception as err:
+            log.exception("staging_broke", policy_version=update.version)
+            self._close(update, "failed", repr(err))  # or whoever polls would wait for nobody
             return
         update.state = "staged"
         seconds = time.monotonic() - began_s

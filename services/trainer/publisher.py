@@ -7,13 +7,14 @@
 One mechanism for new versions, late joiners, restarted servers and servers released from a hold:
 the target of a server is the version it is held at, or else the one rolled back to, or else the
 current one. Servers are updated in parallel; a slow or dead one costs the others nothing. The first
-commit of a version goes alone (the canary): a version that no server accepts reaches no server.
+commit of a version goes alone (the canary): a version that no server accepts reaches no server. Its
+effective checksum is noted, and a server counts as serving the version once it has said the same.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import structlog
 from prometheus_client import Counter
@@ -75,6 +76,7 @@ class Publisher:
         self.current: int | None = None
         self.rolled_back_to: int | None = None
         self.probing = True  # a preflight compares what a probe would
+        self.on_rollback_refused: Callable[[str], Awaitable[None]] = _nobody
         self._redis = redis
         self._job_id = job_id
         self._trainer_url = trainer_url
@@ -93,7 +95,6 @@ class Publisher:
         self._servers: dict[str, Server] = {}
         self._slots = asyncio.Semaphore(max_parallel)
         self._first_commit = asyncio.Lock()
-        self._accepted: set[int] = set()  # versions that some server has committed
         self._announced_at_s: float | None = None
         self._wake = asyncio.Event()
         self._moved = asyncio.Event()
@@ -118,6 +119,8 @@ class Publisher:
         None ends it: back to the current one.
         """
         self.rolled_back_to = version
+        for server in self._servers.values():
+            server.forget_refusals()
         await self.announce()
         self.reconsider()
 
@@ -144,7 +147,7 @@ class Publisher:
 
     def serving(self, version: int) -> list[str]:
         """Live servers that serve exactly `version`, by name."""
-        return sorted(name for name, one in self._servers.items() if one.version == version)
+        return sorted(name for name, one in self._servers.items() if one.serves(version))
 
     def probe(self, version: int) -> Probe | None:
         """What servers must pass to serve `version`."""
@@ -206,7 +209,7 @@ class Publisher:
         for name, replica in mine.items():
             server = await self._known(replica)
             target = self._holds().get(name, self.target)
-            if target is None or server.version == target or server.is_updating:
+            if target is None or server.serves(target) or server.is_updating:
                 continue
             if not server.is_quarantined and self._store.manifest(target) is not None:
                 server.updating_to = target
@@ -214,17 +217,23 @@ class Publisher:
                     self._bring(server, target), name=f"update {name}"
                 )
         await self._tidy()
-        self._check_refusals()
+        await self._check_refusals()
 
-    def _check_refusals(self) -> None:
-        version = self.current
-        if version is None or version in self._accepted or not self._servers:
+    async def _check_refusals(self) -> None:
+        """No server can serve the target: the job cannot go on, or a rollback is given up."""
+        version, held = self.target, self._holds()
+        free = [(name, one) for name, one in self._by_name() if name not in held]
+        if version is None or not free or self.serving(version):
             return
-        if all(one.has_refused(version) for one in self._servers.values()):
-            told = "; ".join(f"{name}: {one.last_error}" for name, one in self._by_name())
-            raise VersionRefused(
-                f"version {version} was refused {MAX_REFUSALS} times by every server. {told}"
-            )
+        if version == self.current and self._store.effective(version) is not None:
+            return  # some server has served it
+        if not all(one.has_refused(version) for _, one in free):
+            return
+        told = "; ".join(f"{name}: {one.last_error}" for name, one in free)
+        error = f"version {version} was refused {MAX_REFUSALS} times by every server. {told}"
+        if version == self.current:
+            raise VersionRefused(error)
+        await self.on_rollback_refused(error)
 
     async def _known(self, replica: Replica) -> Server:
         server = self._servers.get(replica.name)
@@ -273,6 +282,7 @@ class Publisher:
                 if manifest is None:
                     return  # deleted meanwhile: it is no target any more
                 if await update.serves_already(self._job_id, version):
+                    await self._commit(update, version)
                     self._note_served(server, version)
                     return
                 watch = Stopwatch()
@@ -331,13 +341,14 @@ class Publisher:
         return urls
 
     async def _commit(self, update: Transaction, version: int) -> CommitResult:
-        """Activate. As long as no server has accepted the version they try one at a time."""
-        if self._canary and version not in self._accepted:
+        """Activate. As long as no server has accepted the version they try one at a time.
+
+        A server that serves it already, as after an answer that was lost, only says what it has.
+        """
+        if self._canary and self._store.effective(version) is None:
             async with self._first_commit:
-                if version not in self._accepted:
-                    result = await self._commit_now(update, version)
-                    self._accepted.add(version)
-                    return result
+                if self._store.effective(version) is None:
+                    return await self._commit_now(update, version)
         return await self._commit_now(update, version)
 
     async def _commit_now(self, update: Transaction, version: int) -> CommitResult:
@@ -349,12 +360,16 @@ class Publisher:
             effective_checksum=expected,
         )
         result = await update.commit(version, commit)
-        if expected is None:
+        if (noted := self._store.effective(version)) is None:
             self._store.keep_effective(version, result.effective_checksum)
+        elif noted != result.effective_checksum:  # without a canary both began with none
+            raise UpdateFailed(
+                f"effective checksum {result.effective_checksum} of version {version}, other "
+                f"servers have {noted}"
+            )
         return result
 
     def _note_served(self, server: Server, version: int) -> None:
-        self._accepted.add(version)
         server.note_committed(version)
         self._moved.set()
 
@@ -416,6 +431,10 @@ class Publisher:
 
     def _by_name(self) -> list[tuple[str, Server]]:
         return sorted(self._servers.items())
+
+
+async def _nobody(_: str) -> None:
+    """Hears of a rollback that is refused."""
 
 
 def updates_total() -> Counter:

@@ -1,7 +1,8 @@
 """The way back to an older version: servers serve it under its own number, training waits.
 
 The ranks hold the current weights, and samples of an older version are too old for them; so no step
-begins until the current version is served again. The books remember, for a restart.
+begins until the current version is served again. The books remember, for a restart. A version that
+no server can serve ends the rollback by itself: the current one is served, and training goes on.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from services.trainer.books import Books
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.publisher import Publisher
 from services.trainer.versions import VersionStore
+from shared.errors import WeightsCorrupt
 
 log = structlog.get_logger()
 NOTE = "rolled_back_to"  # of the books: a version, or empty
@@ -34,6 +36,7 @@ class Rollback:
         self._events = events
         self._ended = asyncio.Event()
         self._ended.set()
+        publisher.on_rollback_refused = self._give_up
 
     @property
     def is_on(self) -> bool:
@@ -41,28 +44,49 @@ class Rollback:
 
     def restore(self) -> None:
         """Take up what an earlier process was asked for; before anything is published."""
-        if noted := self._books.read_note(NOTE):
+        if not (noted := self._books.read_note(NOTE)):
+            return
+        try:
+            self._store.check(int(noted))
+        except WeightsCorrupt as err:
+            self._note_failed(int(noted), str(err))
+        else:
             self._publisher.rolled_back_to = int(noted)
             self._ended.clear()
 
     async def to(self, version: int) -> None:
         """Have `version` served; the current one ends a rollback.
 
-        LookupError if it cannot be had any more.
+        LookupError if it is not kept any more, WeightsCorrupt names a file of it that is missing.
         """
         current, kept = self._publisher.current, self._store.versions()
-        if version != current and version not in kept:
-            raise LookupError(f"version {version} is not kept; kept are {kept}")
-        target = None if version == current else version
+        if version != current:
+            if version not in kept:
+                raise LookupError(f"version {version} is not kept; kept are {kept}")
+            await asyncio.to_thread(self._store.check, version)
+        await self._serve(None if version == current else version)
+        log.warning("rolled_back", policy_version=version, current=current)
+        fields = {"policy_version": version, "current_version": current}
+        self._record.note(self._events("rolled_back", **fields))
+
+    async def _serve(self, target: int | None) -> None:
         self._books.keep_note(NOTE, "" if target is None else str(target))
         await self._publisher.roll_back(target)
         if target is None:
             self._ended.set()
         else:
             self._ended.clear()
-        log.warning("rolled_back", policy_version=version, current=current)
-        fields = {"policy_version": version, "current_version": current}
-        self._record.note(self._events("rolled_back", **fields))
+
+    async def _give_up(self, error: str) -> None:
+        if (version := self._publisher.rolled_back_to) is not None:
+            self._note_failed(version, error)
+            await self._serve(None)
+
+    def _note_failed(self, version: int, error: str) -> None:
+        self._books.keep_note(NOTE, "")
+        fields = {"current_version": self._publisher.current, "error": error}
+        log.warning("rollback_failed", policy_version=version, **fields)
+        self._record.note(self._events("rollback_failed", policy_version=version, **fields))
 
     async def wait(self) -> None:
         """Until the current version is the one to serve."""

@@ -16,6 +16,7 @@ MAX_REFUSALS = 3  # of one version, by each server, before that is the job's pro
 class Server:
     record: Replica
     version: int | None = None
+    compared: int | None = None  # the version whose effective checksum is known to be the others'
     updating_to: int | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
     failures: int = 0  # in a row
@@ -40,12 +41,20 @@ class Server:
         """Whether the record is of this process, not of one that took its name over."""
         return (self.record.pid, self.record.url) == (record.pid, record.url)
 
+    def serves(self, version: int) -> bool:
+        """Whether it serves `version`, with the same values as every other server."""
+        return self.version == version == self.compared
+
     def is_going_to(self, version: int) -> bool:
-        return self.is_updating and self.updating_to == version and self.version != version
+        return self.is_updating and self.updating_to == version and not self.serves(version)
 
     def has_refused(self, version: int) -> bool:
         refused, times = self._refused
         return refused == version and times >= MAX_REFUSALS
+
+    def forget_refusals(self) -> None:
+        """Somebody asks anew: the server gets its chances again, the first at once."""
+        self._refused, self.failures, self.retry_at_s = (-1, 0), 0, 0.0
 
     def look_at(self, record: Replica) -> None:
         """Take over what the registry says, unless a commit's answer is newer."""
@@ -54,7 +63,7 @@ class Server:
             self.version = record.policy_version
 
     def note_committed(self, version: int) -> None:
-        self.version = version
+        self.version = self.compared = version
         self._committed_at_s = time.monotonic()
         self.failures = 0
         self.last_error = ""

@@ -3,17 +3,22 @@
 import asyncio
 import contextlib
 import time
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import structlog
 from pydantic import BaseModel, ValidationError
 
-from shared.errors import DeadlineExceeded, HttpFailed, TandemError
+from shared.errors import DeadlineExceeded, HttpFailed, TandemError, WeightsCorrupt
 from shared.http import HttpClient
 from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
 
 M = TypeVar("M", bound=BaseModel)
 POLL_S = 0.05
 CALL_S = 10.0
+REFUSED = 500
+GATEWAY_TIMEOUT = 504  # the server itself waited in vain
+
+log = structlog.get_logger()
 
 
 class UpdateFailed(TandemError):
@@ -60,25 +65,41 @@ class Transaction:
         return status
 
     async def commit(self, version: int, commit: CommitUpdate) -> CommitResult:
-        """Activate what is staged; on any error the previous version serves."""
-        answer = await self._http.post(
-            f"{self._url}/v1/weights/updates/{version}/commit",
-            commit.model_dump(mode="json"),
-            timeout_s=self._deadline_s,
-        )
+        """Activate what is staged; on any error of the server the previous version serves.
+
+        An answer that is lost is asked for again: a commit that is repeated answers as the first.
+        Where that is lost, too, nobody knows what the server serves before it tells.
+        """
+        try:
+            answer = await self._prove("commit", version, commit, self._deadline_s)
+        except (HttpFailed, DeadlineExceeded) as err:
+            if isinstance(err, HttpFailed) and err.status is not None:
+                raise
+            log.warning("commit_asked_again", server=self._url, error=str(err))
+            answer = await self._prove("commit", version, commit, CALL_S)
         result = _read(CommitResult, answer)
         if result.version != version:
             raise UpdateFailed(f"commit of {version} was answered for version {result.version}")
+        if commit.effective_checksum not in (None, result.effective_checksum):
+            raise UpdateFailed(
+                f"commit of {version}: effective checksum {result.effective_checksum}, other "
+                f"servers have {commit.effective_checksum}"
+            )
         return result
 
     async def rehearse(self, version: int, commit: CommitUpdate) -> CommitResult:
         """A commit of the version that is served, without the switch."""
-        answer = await self._http.post(
-            f"{self._url}/v1/weights/updates/{version}/rehearse",
-            commit.model_dump(mode="json"),
-            timeout_s=self._deadline_s,
-        )
-        return _read(CommitResult, answer)
+        return _read(CommitResult, await self._prove("rehearse", version, commit, self._deadline_s))
+
+    async def _prove(self, how: str, version: int, commit: CommitUpdate, timeout_s: float) -> Any:
+        url = f"{self._url}/v1/weights/updates/{version}/{how}"
+        try:
+            return await self._http.post(url, commit.model_dump(mode="json"), timeout_s=timeout_s)
+        except HttpFailed as err:
+            if err.is_late or err.status == GATEWAY_TIMEOUT:
+                what = f"{self._url} to {how} version {version}"
+                raise DeadlineExceeded(what, timeout_s) from err
+            raise
 
     async def effective_checksum(self) -> str | None:
         """Of what the server serves, as it says."""
@@ -93,8 +114,10 @@ class Transaction:
 
 
 def is_refusal(err: Exception) -> bool:
-    """Whether the server looked at the version and would not have it."""
-    return isinstance(err, UpdateFailed) or (isinstance(err, HttpFailed) and err.status == 500)
+    """Whether the version was looked at and cannot be served: the server says so, or its files."""
+    if isinstance(err, HttpFailed):
+        return err.status == REFUSED
+    return isinstance(err, UpdateFailed | WeightsCorrupt)
 
 
 def _read(model: type[M], answer: object) -> M:

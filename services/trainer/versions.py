@@ -17,12 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import structlog
+from pydantic import ValidationError
 
 from shared.errors import WeightsCorrupt
 from shared.weights.manifest import MANIFEST_FILE, Manifest, delta_file, shard_file
 from shared.weights.protocol import Probe
 from shared.weights.shard_server import Kind
 from shared.weights.stored import StoredVersion, rebuild_shard
+
+log = structlog.get_logger()
 
 PROBE_FILE = "probe.json"
 EFFECTIVE_FILE = "effective.txt"
@@ -80,12 +84,15 @@ class VersionStore:
         return sorted(int(path.parent.name[1:]) for path in self._root.glob(f"v*/{MANIFEST_FILE}"))
 
     def manifest(self, version: int) -> Manifest | None:
-        """None for a version that is unfinished or gone."""
+        """None for a version that is unfinished or gone, or whose manifest cannot be read."""
+        path = self.path(version) / MANIFEST_FILE
         try:
-            raw = (self.path(version) / MANIFEST_FILE).read_bytes()
+            return Manifest.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
-        return Manifest.model_validate_json(raw)
+        except ValidationError as err:
+            log.warning("manifest_unreadable", path=str(path), error=err.errors()[0]["msg"])
+            return None
 
     def is_whole(self, version: int) -> bool:
         """Whether its shards can be pulled as they are."""
@@ -125,15 +132,33 @@ class VersionStore:
             for v in self.versions()
         ]
 
+    def check(self, version: int) -> None:
+        """WeightsCorrupt names the file for want of which the version cannot be had."""
+        for one in self._chain(version) or [version]:
+            manifest = self.manifest(one)
+            if manifest is None:
+                path = self.path(one) / MANIFEST_FILE
+                raise WeightsCorrupt(f"version {version} cannot be had: {path} is unreadable")
+            for index in range(len(manifest.shards)) if not self.is_whole(one) else ():
+                shard, changes = (self.path(one) / name(index) for name in (shard_file, delta_file))
+                if not shard.exists() and not changes.exists():
+                    raise WeightsCorrupt(f"version {version} cannot be had: {changes} is missing")
+
     def restore(self, version: int) -> None:
-        """Have the shards of a finished version again; WeightsCorrupt if they come out otherwise.
+        """Have the shards of a finished version again.
+
+        WeightsCorrupt if they come out otherwise, or names the file that is missing.
 
         Blocking: reads the whole version that it is based on, and all changes since.
         """
         with self._lock:
+            self.check(version)
             chain = self._chain(version)
             for one in reversed(chain):
-                self._rebuild(one)
+                try:
+                    self._rebuild(one)
+                except OSError as err:
+                    raise WeightsCorrupt(f"version {one} cannot be rebuilt: {err}") from err
             for one in chain:
                 if one != version:
                     self._keep_changes_only(one)
@@ -177,7 +202,7 @@ class VersionStore:
         while True:
             kept: set[int] = set()
             for one in {*window, *needed} & {*versions}:
-                kept |= {one, *self._chain(one), *self._foundation(one)}
+                kept |= {one, *self._foundation(one)}
             spare = [one for one in window if one not in needed and one != versions[-1]]
             if not spare or sum(sizes[one] for one in kept) <= keep_bytes:
                 return kept
@@ -195,16 +220,18 @@ class VersionStore:
         return chain
 
     def _foundation(self, version: int) -> list[int]:
-        """The whole version that the chain ends on."""
-        chain = self._chain(version)
+        """What the version is rebuilt from, the whole one that the chain ends on last."""
+        try:
+            chain = self._chain(version)
+        except WeightsCorrupt:
+            return []  # whoever asks for the version is told
         base = self._base(chain[-1]) if chain else None
-        return [] if base is None else [base]
+        return chain if base is None else [*chain, base]
 
     def _rebuild(self, version: int) -> None:
-        manifest = self.manifest(version)
-        assert manifest is not None
-        assert manifest.delta is not None
-        path = self.path(version)
+        manifest, path = self.manifest(version), self.path(version)
+        if manifest is None or manifest.delta is None:
+            raise WeightsCorrupt(f"version {version}: {path} has neither shards nor changes")
         base = StoredVersion.open(self.path(manifest.delta.base_version))
         if base is None:
             raise WeightsCorrupt(f"version {version}: its base is gone")

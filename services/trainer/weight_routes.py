@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import RedirectResponse
@@ -13,6 +12,7 @@ from services.trainer.conductor import Conductor
 from services.trainer.jobs.runner import JobRunner
 from services.trainer.replayer import Replayer
 from services.trainer.versions import VersionStore
+from shared.errors import WeightsCorrupt
 from shared.weights.manifest import Manifest
 from shared.weights.shard_server import Kind
 
@@ -64,7 +64,10 @@ async def kept_versions(request: Request, job_id: str) -> KeptVersions:
 @router.post(
     "/jobs/{job_id}/weights/rollback",
     status_code=202,
-    responses={404: {"description": "no such job in progress, or the version is not kept"}},
+    responses={
+        404: {"description": "no such job in progress, or the version is not kept"},
+        409: {"description": "a file that the version is rebuilt from is missing"},
+    },
 )
 async def roll_back(request: Request, job_id: str, body: RollBack) -> KeptVersions:
     """Have every free server serve an older version under its own number; training waits."""
@@ -72,6 +75,8 @@ async def roll_back(request: Request, job_id: str, body: RollBack) -> KeptVersio
         await _active(request, job_id).parts.rollback.to(body.to)
     except LookupError as err:
         raise HTTPException(404, str(err)) from err
+    except WeightsCorrupt as err:
+        raise HTTPException(409, str(err)) from err
     return await kept_versions(request, job_id)
 
 
@@ -96,9 +101,7 @@ async def shard(request: Request, version: int, kind: Kind, index: int) -> Redir
     return RedirectResponse(f"{config.url_at(port)}/v1/weights/{version}/{kind}/{index}")
 
 
-def find_shard(
-    runner: JobRunner, version: int, kind: Kind, index: int
-) -> Path | Literal["coming"] | None:
+def find_shard(runner: JobRunner, version: int, kind: Kind, index: int) -> Path | None:
     """The file of the job in progress; called in threads."""
     active = runner.active
     return None if active is None else active.parts.store.file(version, kind, index)

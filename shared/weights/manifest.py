@@ -4,6 +4,7 @@ Names and formats are the release's (codes and scales are separate tensors). The
 last, so a version without one is unfinished and never offered.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,6 +22,7 @@ BYTES_PER_ITEM: dict[DType, int] = {
     "I32": 4,
     "I64": 8,
 }
+Size = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="xxh3-128, hexadecimal")]
 
 
@@ -32,7 +34,7 @@ class TensorEntry(_Strict):
     """Bytes [offset, offset + num_bytes) of shard `shard` are this tensor, C order."""
 
     name: str
-    shape: list[int]
+    shape: list[Size]
     dtype: DType
     shard: int = Field(ge=0)
     offset: int = Field(ge=0)
@@ -82,6 +84,12 @@ class DeltaShard(_Strict):
     checksum: Checksum
     tensors: list[DeltaTensor]
 
+    @model_validator(mode="after")
+    def _tensors_lie_apart(self) -> Self:
+        _check_distinct(self.tensors)
+        _check_apart(self.tensors, self.num_bytes, "changes")
+        return self
+
 
 class Delta(_Strict):
     """The same version as changes of another; a shard without one (None) is sent whole.
@@ -128,19 +136,40 @@ class Manifest(_Strict):
         for place, shard in enumerate(self.shards):
             if shard.index != place:
                 raise ValueError(f"shard {place} carries index {shard.index}")
-        names: set[str] = set()
+        _check_distinct(self.tensors)
+        by_shard: list[list[TensorEntry]] = [[] for _ in self.shards]
         for tensor in self.tensors:
-            if tensor.name in names:
-                raise ValueError(f"{tensor.name} is listed twice")
-            names.add(tensor.name)
             if tensor.shard >= len(self.shards):
                 raise ValueError(f"{tensor.name}: shard {tensor.shard} of {len(self.shards)}")
-            end = tensor.offset + tensor.num_bytes
-            if end > self.shards[tensor.shard].num_bytes:
-                raise ValueError(f"{tensor.name} ends at {end}, beyond its shard")
+            by_shard[tensor.shard].append(tensor)
+        for shard, tensors in zip(self.shards, by_shard, strict=True):
+            _check_apart(tensors, shard.num_bytes, f"shard {shard.index}")
         if self.delta is not None and len(self.delta.shards) != len(self.shards):
             raise ValueError(f"{len(self.delta.shards)} deltas for {len(self.shards)} shards")
         return self
+
+
+def _check_distinct(tensors: Iterable[TensorEntry | DeltaTensor]) -> None:
+    names: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in names:
+            raise ValueError(f"{tensor.name} is listed twice")
+        names.add(tensor.name)
+
+
+def _check_apart(tensors: Iterable[TensorEntry | DeltaTensor], num_bytes: int, where: str) -> None:
+    """ValueError unless all bytes are within `num_bytes`, and no two tensors share one."""
+    before, end = "", 0
+    for tensor in sorted(tensors, key=lambda one: (one.offset, one.num_bytes)):
+        if tensor.num_bytes and tensor.offset < end:
+            raise ValueError(
+                f"{tensor.name} begins at {tensor.offset} of {where}, inside {before}, which ends "
+                f"at {end}"
+            )
+        if tensor.offset + tensor.num_bytes > end:
+            before, end = tensor.name, tensor.offset + tensor.num_bytes
+        if end > num_bytes:
+            raise ValueError(f"{tensor.name} ends at {end}, beyond {where} of {num_bytes} bytes")
 
 
 def shard_file(index: int) -> str:

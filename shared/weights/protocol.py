@@ -33,6 +33,11 @@ class ProbeSequence(_Strict):
             raise ValueError(
                 f"{self.num_context_tokens} context tokens leave none of {len(self.token_ids)}"
             )
+        if len(self.logprobs) != len(self.token_ids) - 1:
+            raise ValueError(
+                f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} tokens, "
+                f"{len(self.token_ids) - 1} expected"
+            )
         return self
 
 

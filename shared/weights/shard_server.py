@@ -3,14 +3,16 @@
     GET /v1/weights/{version}/shards/{i}      bytes of a shard, ranges from an offset
     GET /v1/weights/{version}/deltas/{i}      what changed in it since the manifest's base
 
-The owner says which file it is: 404 if there is none, 503 if it is on its way. The trainer's and
-the servers' are alike, so that a server passes on what it has pulled.
+The owner says which file it is: 404 if there is none, 503 if it is on its way, with how many bytes
+of the version have come. The trainer's and the servers' are alike, so that a server passes on what
+it has pulled.
 """
 
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Literal, cast
@@ -22,7 +24,16 @@ from shared.telemetry import counter
 log = structlog.get_logger()
 
 Kind = Literal["shards", "deltas"]
-Find = Callable[[int, Kind, int], Path | Literal["coming"] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A file that is on its way to its server, which has `num_bytes` of the version so far."""
+
+    num_bytes: int
+
+
+Find = Callable[[int, Kind, int], Path | Coming | None]
 
 MAX_CLIENTS = 64
 SILENCE_S = 30.0  # a client that takes nothing for so long is dropped
@@ -95,8 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = server.find(version, kind, index)
         if path is None:
             return self._refuse(404, f"{kind} {index} of version {version} is not offered")
-        if path == "coming":
-            return self._refuse(503, f"{kind} {index} of version {version} is on its way")
+        if isinstance(path, Coming):
+            what = f"{kind} {index} of version {version} is on its way"
+            return self._refuse(503, f"{what}, {path.num_bytes} bytes of the version are here")
         if not server.slots.acquire(blocking=False):
             return self._refuse(503, f"{MAX_CLIENTS} clients are served")
         try:

@@ -200,6 +200,11 @@ class FakeServer:
         self.weights: dict[int, bytes] = {}  # every version that it ever served
         self.staged: dict[int, bytes] = {}
         self.fail_commits = 0
+        self.refuses: set[int] = set()  # versions
+        self.checksum = "0" * 32  # of whatever it serves
+        self.lose_answers = 0  # of commits: the connection is cut after they are done
+        self.freezes_then = False
+        self.restarts = 0
         self.frozen = False  # its HTTP answers nothing in time
         self.samples = True
         self.app = self._build_app()
@@ -266,7 +271,11 @@ class FakeServer:
         @app.get("/v1/info")
         async def info() -> dict[str, Any]:
             await self._freeze()
-            return {"policy_version": self.version, "job_id": JOB_ID}
+            return {
+                "policy_version": self.version,
+                "job_id": JOB_ID,
+                "effective_checksum": self.checksum,
+            }
 
         @app.post("/v1/weights/updates", status_code=202)
         async def begin(asked: BeginUpdate) -> UpdateStatus:
@@ -287,25 +296,45 @@ class FakeServer:
         @app.post("/v1/weights/updates/{version}/commit")
         async def commit(version: int, asked: CommitUpdate) -> CommitResult:
             await self._freeze()
+            expected = asked.effective_checksum or self.checksum
+            if version == self.version:
+                if expected != self.checksum:
+                    self.restarts, self.version = self.restarts + 1, None
+                    await self._register()
+                    raise HTTPException(500, f"other servers have {expected}")
+                return self._result(version)
             await self._overlap(version)
-            if self.fail_commits:
-                self.fail_commits -= 1
+            if self.fail_commits or version in self.refuses:
+                self.fail_commits = max(0, self.fail_commits - 1)
                 raise HTTPException(500, "the probe failed")
+            if expected != self.checksum:
+                raise HTTPException(500, f"other servers have {expected}")
             assert asked.probe is not None or self.world.job.preflight.enabled
             self.world.commits.append((self.name, version))
             self.version = version
             self.weights[version] = self.staged.pop(version)
             await self._register()
-            phases = dict.fromkeys(("pause_s", "load_s", "restore_s", "probe_s", "resume_s"), 0.0)
-            return CommitResult(
-                version=version, effective_checksum="0" * 32, probe_mean_abs_delta=0.0, **phases
-            )
+            return self._result(version)
 
         @app.delete("/v1/weights/updates/{version}")
         async def abort(version: int) -> None:
             self.staged.pop(version, None)
 
         return app
+
+    def _result(self, version: int) -> CommitResult:
+        phases = dict.fromkeys(("pause_s", "load_s", "restore_s", "probe_s", "resume_s"), 0.0)
+        return CommitResult(
+            version=version, effective_checksum=self.checksum, probe_mean_abs_delta=0.0, **phases
+        )
+
+    def loses(self, path: str) -> bool:
+        """Whether the answer of this request gets lost."""
+        if not path.endswith("/commit") or not self.lose_answers:
+            return False
+        self.lose_answers -= 1
+        self.frozen |= self.freezes_then
+        return True
 
     async def _overlap(self, version: int) -> None:
         """Take a while, and note commits of a version that nobody has accepted yet."""
@@ -484,7 +513,10 @@ class _ToServers(httpx.AsyncBaseTransport):
         timeout_s = request.extensions["timeout"]["read"]
         try:
             async with asyncio.timeout(min(timeout_s, 1.0) if server.frozen else timeout_s):
-                return await httpx.ASGITransport(server.app).handle_async_request(request)
+                answer = await httpx.ASGITransport(server.app).handle_async_request(request)
+                if server.loses(request.url.path):
+                    raise httpx.ReadError("the connection was cut")
+                return answer
         except TimeoutError as err:
             raise httpx.ReadTimeout("no answer") from err
 

@@ -11,12 +11,15 @@ from redis.asyncio import Redis
 from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.prompts import NoPromptFits
+from services.trainer.rollback import NOTE
 from services.trainer.steps import JobPaused
+from services.trainer.versions import CHANGES_ONLY, VersionStore
 from shared import topology
-from shared.errors import Rejected
+from shared.errors import Rejected, WeightsCorrupt
 from shared.messages import Outcome, PromptGroup, RolloutGroup, Score
 from shared.streams import Consumer, publish
 from shared.tasks import end
+from shared.weights.manifest import shard_file
 from tests.integration.conductor_world import (
     JOB_ID,
     Crash,
@@ -240,6 +243,49 @@ async def test_first_commit_of_a_version_goes_alone(redis: Redis, tmp_path: Path
         check_books(world).close()
 
 
+async def test_replicas_are_compared_although_the_first_answer_is_lost(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """Two servers that compute with different values: only one of them ever serves a version."""
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=2), servers=2) as world:
+        world.commit_s = 0.05
+        for name, server in world.servers.items():
+            server.checksum = name[-1] * 32
+            server.lose_answers = 1
+        await run_to_end(world)
+        check_books(world).close()
+        (served,) = {name for name, version in world.commits if version == 0}
+        (other,) = world.servers.keys() - {served}
+        assert world.servers[other].weights == {}
+        failed = [one for one in world.events("update_failed") if one["server"] == other]
+        assert f"other servers have {served[-1] * 32}" in failed[0]["error"]
+        store = VersionStore(tmp_path / "run")
+        assert [store.effective(version) for version in range(3)] == [served[-1] * 32] * 3
+
+
+async def test_a_first_server_that_was_lost_is_compared_when_it_is_back(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """It served before anybody knew what; the others go on meanwhile, and set the value."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        traits = {"checksum": "f" * 32, "lose_answers": 1, "freezes_then": True, "samples": False}
+        lost = await world.add_server("rollout-0", **traits)
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await until(lambda: lost.version == 0)
+        assert conductor.parts.publisher.serving(0) == []
+        other = await world.add_server("rollout-1", samples=False)
+        await until(lambda: other.version == 0)
+        await until(lambda: conductor.parts.publisher.serving(0) == ["rollout-1"])
+        lost.frozen = False
+        await until(lambda: lost.restarts == 1)
+        assert conductor.parts.publisher.serving(0) == ["rollout-1"]
+        await end(running)
+        await conductor.close("cancelled")
+        told = [one["error"] for one in world.events("update_failed")]
+        assert any(f"other servers have {'0' * 32}" in error for error in told)
+
+
 async def test_version_that_every_server_refuses_pauses_the_job(
     redis: Redis, tmp_path: Path
 ) -> None:
@@ -402,6 +448,65 @@ async def test_rolled_back_job_serves_the_old_version_and_waits(
         assert [step for step, _ in world.history] == [1, 2, 3, 4, 5, 6]
         assert [event["policy_version"] for event in world.events("rolled_back")] == [2, trained]
         assert any(event["is_rollback"] for event in world.events("update_committed"))
+
+
+async def test_a_rollback_that_no_server_accepts_ends_and_training_goes_on(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=6), servers=2) as world:
+        world.sampling_s = 0.02
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await world.until_served(3)
+        for server in world.servers.values():
+            server.refuses = {1}
+        for times in (1, 2):  # asked for again it is tried again
+            await conductor.parts.rollback.to(1)
+            await until(lambda n=times: len(world.events("rollback_failed")) == n)
+        await asyncio.wait_for(running, 40)
+        await conductor.close("finished")
+        check_books(world).close()
+        event = world.events("rollback_failed")[0]
+        assert event["policy_version"] == 1
+        assert event["current_version"] >= 3
+        assert "version 1 was refused 3 times by every server. rollout-0: " in event["error"]
+        assert len(world.events("update_failed")) == 2 * 2 * 3
+        assert {server.version for server in world.servers.values()} == {6}
+
+
+async def test_a_rollback_to_a_version_with_a_missing_file_is_told_and_costs_nothing(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """When it is asked for; when it goes missing afterwards; and when a new conductor begins."""
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=6)) as world:
+        world.sampling_s = 0.02
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await world.until_served(3)
+        folder = tmp_path / "run" / "weights" / "v00000001"
+        (folder / CHANGES_ONLY).touch()
+        (folder / shard_file(0)).unlink()
+        rollback, store = conductor.parts.rollback, conductor.parts.store
+        with pytest.raises(
+            WeightsCorrupt, match=r"version 1 cannot be had: .*v00000001/delta-0000"
+        ):
+            await rollback.to(1)
+        assert not rollback.is_on
+        store.check = lambda version: None  # type: ignore[method-assign]
+        await rollback.to(1)
+        await until(lambda: bool(world.events("rollback_failed")))
+        assert "version 1: " in world.events("rollback_failed")[0]["error"]
+
+        conductor.pause_asked.set()
+        with pytest.raises(JobPaused, match="on request"):
+            await running
+        await conductor.close("paused")
+        again = world.conductor()
+        again.parts.books.keep_note(NOTE, "1")
+        await asyncio.wait_for(again.run(), 40)
+        await again.close("finished")
+        check_books(world).close()
+        assert len(world.events("rollback_failed")) == 2
 
 
 async def test_cancelled_job_leaves_nothing_running(redis: Redis, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Updates between real servers' stagers: as changes, from peers, and when peers die or lie."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest_asyncio
 import torch
 from torch import Tensor
 
+from services.rollout import staging
 from services.rollout.engine.engine import Engine
 from services.rollout.weights import Updates
 from services.trainer.export import export_version
@@ -18,7 +20,7 @@ from services.trainer.fanout import Fanout
 from shared.quant.policy import POLICIES
 from shared.weights.manifest import Manifest, delta_file, shard_file
 from shared.weights.protocol import BeginUpdate, CommitUpdate, UpdateStatus
-from shared.weights.shard_server import Kind, ShardServer
+from shared.weights.shard_server import Coming, Kind, ShardServer
 from tests.integration.rollout_world import JOB_ID, eventually
 from tests.integration.test_weight_update_staging import StandIn
 from tests.tiny_deepseek_v4 import DEMO, random_weights
@@ -304,3 +306,80 @@ async def test_rollback_serves_an_older_version_and_only_when_asked(world: World
     assert peer.engine.policy_version == 0
     (status,) = await world.update(1, peer)  # and forth again, as changes
     assert status.rebuilt_shards == len(world.manifest(1).shards)
+
+
+class SlowPeer:
+    """Says "not yet" `times` times, getting on as long as `moves`, and then has every shard."""
+
+    def __init__(self, world: World, *, times: int, moves: bool) -> None:
+        self._world = world
+        self._left = times
+        self._moves = moves
+        self.shards = ShardServer(self._find)
+        self.url = f"http://127.0.0.1:{self.shards.port}"
+
+    def _find(self, version: int, kind: Kind, index: int) -> Path | Coming | None:
+        if self._left > 0:
+            self._left -= 1
+            return Coming(-self._left if self._moves else 7)
+        return self._world._find(version, kind, index)
+
+
+async def test_a_parent_is_waited_for_as_long_as_it_gets_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "SILENCE_S", 0.2)
+    (peer,) = world.add(1)
+    slow = SlowPeer(world, times=60, moves=True)  # 20 ms each, three at a time
+    world.peers.append(cast(Any, slow))
+    began_s = time.monotonic()
+    world.begin(peer, 0, sources=[slow.url, world.url])
+    world.peers.remove(cast(Any, slow))
+    status = await world.staged(peer, 0)
+    assert time.monotonic() - began_s > 0.3
+    assert status.pulled_bytes == world.manifest(0).num_bytes
+    assert world.sent(0) == {}  # all of it came from the parent
+    await asyncio.to_thread(slow.shards.close)
+
+
+async def test_a_parent_that_stands_still_is_passed_over_and_named(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "SILENCE_S", 0.2)
+    slow = SlowPeer(world, times=10**9, moves=False)
+    world.peers.append(cast(Any, slow))
+    helped, alone = world.add(2)
+    world.begin(helped, 0, sources=[slow.url, world.url])
+    world.begin(alone, 0, sources=[slow.url])
+    await world.staged(helped, 0)
+    world.check_files(helped, 0)
+
+    async def failed() -> bool:
+        return alone.updates.status(0).state == "failed"
+
+    await eventually(failed, "the parent to be given up")
+    error = alone.updates.status(0).error
+    assert "waited 0.2 s without progress: shards 0 of version 0 is on its way" in error
+    assert "7 bytes of the version are here" in error
+    assert slow.url in error
+    world.peers.remove(cast(Any, slow))
+    await asyncio.to_thread(slow.shards.close)
+
+
+async def test_a_parent_that_gets_on_for_ever_is_waited_for_until_the_deadline(
+    world: World,
+) -> None:
+    slow = SlowPeer(world, times=10**9, moves=True)
+    world.peers.append(cast(Any, slow))
+    (peer,) = world.add(1)
+    peer.updates._deadline_s = 0.3
+    world.begin(peer, 0, sources=[slow.url])
+
+    async def failed() -> bool:
+        return peer.updates.status(0).state == "failed"
+
+    await eventually(failed, "the deadline to pass")
+    error = peer.updates.status(0).error
+    assert f"waited 0.3 s for {slow.url}/v1/weights/0/shards/" in error
+    world.peers.remove(cast(Any, slow))
+    await asyncio.to_thread(slow.shards.close)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from services.rollout.engine.engine import Engine
 from services.rollout.engine.weights import receive_version
+from services.trainer import rounds as module
 from services.trainer.rounds import Rounds
 from shared.errors import ConfigInvalid, DeadlineExceeded, RemoteError, TandemError, WeightsCorrupt
 from shared.process import free_port
@@ -243,3 +244,37 @@ async def test_a_server_that_goes_while_a_round_gathers_does_not_keep_the_others
     assert later.members == ["rank 0", "c"]
     await rounds.close()
     assert [len(owners) for owners in sent] == [1, 1]
+
+
+async def test_a_round_that_finds_no_port_is_over_and_servers_pull(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left() -> int:
+        raise OSError(98, "no port is free")
+
+    async def send(version: int, owners: Sequence[GroupTransfer]) -> str:
+        raise AssertionError("there is no group")
+
+    rounds = Rounds(send, backend="gloo", host="127.0.0.1", deadline_s=1.0)
+    monkeypatch.setattr(module, "free_port", none_left)
+    async with asyncio.timeout(5.0):
+        found = await asyncio.gather(*(rounds.join(7, name, num_owners=1) for name in "ab"))
+        assert found == [None, None]
+        monkeypatch.setattr(module, "free_port", free_port)
+        monkeypatch.setattr(rounds, "_send", sent_to_nobody)
+        later = await rounds.join(7, "a", num_owners=1)  # nothing of the first one is left
+    assert later is not None
+    assert later.members == ["rank 0", "a"]
+    await rounds.close()
+
+
+async def sent_to_nobody(version: int, owners: Sequence[GroupTransfer]) -> str:
+    raise WeightsCorrupt("the ranks lack a shard")  # costs the round, not the job
+
+
+async def test_servers_do_not_wait_for_a_round_that_is_closed() -> None:
+    rounds = Rounds(sent_to_nobody, backend="gloo", host="127.0.0.1", deadline_s=1.0)
+    joining = asyncio.create_task(rounds.join(7, "a", num_owners=1))
+    await asyncio.sleep(0)
+    await rounds.close()
+    assert await asyncio.wait_for(joining, 5.0) is None

@@ -16,7 +16,7 @@ from services.rollout.models.deepseek_v4_weights import Derived, derive
 from shared.errors import WeightsCorrupt
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.weights.manifest import Manifest
+from shared.weights.manifest import Manifest, shard_file
 from shared.weights.protocol import CommitUpdate, PauseMode, Probe, ProbeSequence
 from tests.integration.rollout_world import canonical_weights, write_version
 from tests.tiny_deepseek_v4 import DEMO
@@ -415,3 +415,24 @@ def test_a_group_that_waits_is_sampled_by_the_new_version_alone(
     for found, expected in zip(done["second"], run(fresh)["second"], strict=True):
         assert np.array_equal(found.token_ids, expected.token_ids)
         assert np.array_equal(found.logprobs, expected.logprobs)
+
+
+def test_a_file_that_changes_after_it_was_staged_is_refused_when_it_is_loaded(
+    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
+) -> None:
+    """The derived state would be that of the changed bytes, and so agree with them."""
+    publisher.activate(engine, weights["A"])
+    before = logprobs(engine)
+    manifest = write_version(publisher.folder / "1", dict(weights["B"]), 1)
+    entry = next(one for one in manifest.tensors if one.name == "layers.1.attn.wkv.weight")
+    path = publisher.folder / "1" / shard_file(entry.shard)
+    raw = bytearray(path.read_bytes())
+    raw[entry.offset + 7] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(WeightsCorrupt, match=rf"{path.name}: checksum \w+, the manifest says \w+"):
+        engine.activate(manifest, path.parent, CommitUpdate())
+    path.unlink()
+    with pytest.raises(WeightsCorrupt, match=f"{path.name}: no such file"):
+        engine.activate(manifest, path.parent, CommitUpdate())
+    assert engine.policy_version == 0
+    assert all(np.array_equal(a, b) for a, b in zip(before, logprobs(engine), strict=True))

@@ -12,9 +12,18 @@ import pytest_asyncio
 from services.rollout.engine.engine import Engine
 from services.rollout.staging import Stager, StagingStopped
 from services.rollout.weights import CommitFailed, UpdateConflict, Updates, UpdateUnknown
-from shared.errors import RemoteError
+from shared.errors import ChannelClosed, RemoteError
+from shared.tasks import end
 from shared.weights.manifest import Manifest, TensorEntry, shard_file
-from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
+from shared.weights.protocol import (
+    BeginUpdate,
+    CommitResult,
+    CommitUpdate,
+    GroupTransfer,
+    Probe,
+    ProbeSequence,
+    UpdateStatus,
+)
 from tests.integration.rollout_world import (
     JOB_ID,
     Trainer,
@@ -30,15 +39,18 @@ class StandIn:
     """An engine that activates at once, or refuses."""
 
     def __init__(self) -> None:
-        self.spec = SimpleNamespace(arch=DEMO.with_format("fp8"))
+        self.spec = SimpleNamespace(arch=DEMO.with_format("fp8"), context_length=64)
         self.policy_version: int | None = None
         self.died = asyncio.Event()
         self.refuse = False
+        self.may_activate = asyncio.Event()
+        self.may_activate.set()
         self.activated: list[tuple[int, list[str]]] = []
 
     async def activate(
         self, folder: Path, commit: CommitUpdate, *, timeout_s: float
     ) -> CommitResult:
+        await self.may_activate.wait()
         if self.refuse:
             raise RemoteError("WeightsCorrupt", "probe: mean |delta log p| 3 exceeds 0.1")
         self.policy_version = int(folder.name[1:])
@@ -258,7 +270,7 @@ async def test_what_an_aborted_update_still_gets_is_not_written_over_the_next_on
 
     def stager(source: str) -> Stager:
         begin = BeginUpdate(job_id=JOB_ID, version=1, manifest=manifest, sources=[source])
-        return Stager(begin, folder, None)
+        return Stager(begin, folder, None, deadline_s=20.0)
 
     first = stager(liar)
     pulling = asyncio.create_task(asyncio.to_thread(first.bring_all))
@@ -311,3 +323,93 @@ async def test_a_refused_commit_leaves_the_way_open(
     begin(updates, trainer, 1)
     assert (await outcome(updates, 1)).state == "staged"
     assert (await updates.commit(1, CommitUpdate())).version == 1
+
+
+async def test_a_commit_that_is_repeated_joins_the_first(
+    updates: Updates, trainer: Trainer, engine: StandIn
+) -> None:
+    """As a trainer does whose connection broke off."""
+    begin(updates, trainer, 1)
+    await outcome(updates, 1)
+    engine.may_activate.clear()
+    first = asyncio.create_task(updates.commit(1, CommitUpdate()))
+    again = asyncio.create_task(updates.commit(1, CommitUpdate(effective_checksum="0" * 32)))
+    await asyncio.sleep(0)
+    await end(first)
+    engine.may_activate.set()
+    assert (await asyncio.wait_for(again, 5.0)).version == 1
+    assert len(engine.activated) == 1
+
+    begin(updates, trainer, 2)
+    await outcome(updates, 2)
+    engine.refuse = True
+    for _ in range(2):
+        with pytest.raises(CommitFailed, match="probe"):
+            await updates.commit(2, CommitUpdate())
+    assert (await updates.commit(1, CommitUpdate())).version == 1  # that is served, as before
+    assert not engine.died.is_set()
+
+
+async def test_a_server_that_serves_other_values_than_all_others_begins_anew(
+    updates: Updates, trainer: Trainer, engine: StandIn
+) -> None:
+    """It was the first, and its answer was lost; there is no version to go back to."""
+    begin(updates, trainer, 1)
+    await outcome(updates, 1)
+    await updates.commit(1, CommitUpdate())
+    with pytest.raises(CommitFailed, match=r"checksum 0{32}, other servers have 1{32}"):
+        await updates.commit(1, CommitUpdate(effective_checksum="1" * 32))
+    assert engine.died.is_set()
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "sentence"),
+    [
+        ([1] * 65, "probe sequence 1 has 65 tokens, allowed are 2 to 64"),
+        ([1, 2, 320], "probe sequence 1: token id 320 is outside the vocabulary of 320"),
+    ],
+)
+async def test_a_probe_that_does_not_fit_the_engine_is_refused(
+    updates: Updates, trainer: Trainer, engine: StandIn, token_ids: list[int], sentence: str
+) -> None:
+    probes = [
+        ProbeSequence(token_ids=ids, logprobs=[-1.0] * (len(ids) - 1))
+        for ids in ([3] * 64, token_ids)
+    ]
+    begin(updates, trainer, 1)
+    await outcome(updates, 1)
+    commit = CommitUpdate(probe=Probe(sequences=probes, max_mean_abs_delta=1.0))
+    with pytest.raises(CommitFailed, match=sentence):
+        await updates.commit(1, commit)
+    assert (updates.status(1).state, engine.activated) == ("failed", [])
+
+
+async def test_whatever_goes_wrong_in_staging_ends_the_transaction(
+    updates: Updates, trainer: Trainer, engine: StandIn
+) -> None:
+    """An error that nobody thought of, and an engine that goes away while it is sent shards."""
+    sources = ["ftp://127.0.0.1/"]
+    request = BeginUpdate(job_id=JOB_ID, version=1, manifest=trainer.manifest(1), sources=sources)
+    updates.begin(request, known_sources=["ftp://127.0.0.1"])
+    status = await outcome(updates, 1)
+    assert status.state == "failed"
+    assert "not an http address" in status.error
+
+    async def receive(folder: Path, group: GroupTransfer) -> None:
+        raise ChannelClosed("receive: the child is gone")
+
+    cast(Any, engine).receive = receive
+    group = GroupTransfer(
+        name="g",
+        backend="gloo",
+        host="127.0.0.1",
+        port=1,
+        rank=1,
+        members=["rank 0", "server"],
+        deadline_s=1.0,
+    )
+    begin(updates, trainer, 2, group=group)
+    status = await outcome(updates, 2)
+    assert (status.state, "the child is gone" in status.error) == ("failed", True)
+    begin(updates, trainer, 3)
+    assert (await outcome(updates, 3)).state == "staged"

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from services.rollout.engine.requests import GroupRequest
+from services.rollout.engine.requests import EngineSpec, GroupRequest
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.weights.protocol import Probe
 
 
 def check_request(request: GroupRequest, arch: Architecture, max_tokens: int) -> None:
@@ -32,6 +33,13 @@ def check_routes(request: GroupRequest) -> None:
         found = 0 if partial.routes is None else partial.routes.num_tokens
         if found != expected:
             raise ValueError(f"sample {index} brings routes of {found} tokens, not {expected}")
+
+
+def check_probe(probe: Probe | None, spec: EngineSpec) -> None:
+    """Its sequences fit into the context."""
+    for number, one in enumerate(probe.sequences if probe else ()):
+        token_ids, what = np.array(one.token_ids, np.int64), f"probe sequence {number}"
+        check_tokens(token_ids, spec.arch, spec.context_length, what)
 
 
 def check_tokens(

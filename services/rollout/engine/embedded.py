@@ -33,7 +33,6 @@ from services.rollout.engine.weights import (
     check_effective,
     check_replicas,
     read_canonical,
-    read_version,
     receive_version,
     run_probe,
 )
@@ -123,7 +122,8 @@ class EmbeddedEngine:
         """
         manifest = source / MANIFEST_FILE
         if manifest.is_file():
-            canonical = read_version(Manifest.model_validate_json(manifest.read_bytes()), source)
+            found = Manifest.model_validate_json(manifest.read_bytes())
+            canonical = read_canonical(found, source)
         else:
             canonical = load_release(source, self.spec.arch)
         version = build_version(policy_version, self.spec.arch, canonical, build=self._build)

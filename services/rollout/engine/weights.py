@@ -50,11 +50,13 @@ class Candidate:
 
 
 def read_canonical(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
-    """The staged shards as tensors by release name; bytes were checked when they were staged.
+    """The shards in `folder` as tensors by release name; WeightsCorrupt names one that is not so.
 
-    The files are mapped, not read: only pages that somebody looks at are in memory.
+    Also what was verified when it was staged: files may have changed since, and a server's derived
+    state is compared with what is read here. The files are mapped, not read: only pages that
+    somebody looks at are in memory.
     """
-    shards = [_mapped(folder / shard_file(shard.index)) for shard in manifest.shards]
+    shards = [_verified(folder / shard_file(shard.index), shard) for shard in manifest.shards]
     tensors = {}
     for entry in manifest.tensors:
         raw = shards[entry.shard][entry.offset : entry.offset + entry.num_bytes]
@@ -65,10 +67,15 @@ def read_canonical(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _mapped(path: Path) -> Tensor:
-    if path.stat().st_size == 0:
-        return torch.zeros(0, dtype=torch.uint8)
-    return torch.from_numpy(np.memmap(path, np.uint8, "c"))
+def _verified(path: Path, shard: ShardEntry) -> Tensor:
+    if not path.is_file():
+        raise WeightsCorrupt(f"{path}: no such file")
+    raw: np.ndarray = np.zeros(0, np.uint8)
+    if path.stat().st_size:
+        raw = np.memmap(path, np.uint8, "c")
+    if (found := xxhash.xxh3_128_hexdigest(raw.data)) != shard.checksum:
+        raise WeightsCorrupt(f"{path}: checksum {found}, the manifest says {shard.checksum}")
+    return torch.from_numpy(raw)
 
 
 def receive_version(folder: Path, group: GroupTransfer) -> None:
@@ -83,16 +90,6 @@ def receive_version(folder: Path, group: GroupTransfer) -> None:
         target.with_suffix(".tmp").rename(target)
 
     receive_shards(group, manifest, write)
-
-
-def read_version(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
-    """`read_canonical` of bytes that nobody has checked yet; WeightsCorrupt names the shard."""
-    for shard in manifest.shards:
-        path = folder / shard_file(shard.index)
-        found = xxhash.xxh3_128_hexdigest(path.read_bytes()) if path.is_file() else "no such file"
-        if found != shard.checksum:
-            raise WeightsCorrupt(f"{path}: checksum {found}, the manifest says {shard.checksum}")
-    return read_canonical(manifest, folder)
 
 
 def build_version(

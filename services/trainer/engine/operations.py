@@ -157,7 +157,7 @@ class Operations:
 
         try:
             send_shards(group, manifest, read)
-        except TandemError as err:
+        except (TandemError, OSError) as err:
             log.warning("group_failed", error=str(err))
             return {"error": str(err)}
         return {"error": ""}

@@ -178,6 +178,9 @@ class Preflight:
             if err.status in TEMPORARY:
                 raise _NotNow(str(err)) from err
             return [f"{name}: the dry update of version {version} failed: {err}"]
+        except DeadlineExceeded as err:
+            bound = "update.deadline_s"
+            return [f"{name}: the dry update of version {version} failed: {err} ({bound})"]
         except UpdateFailed as err:
             return [f"{name}: the dry update of version {version} failed: {err}"]
         if found is None:

@@ -6,7 +6,7 @@ import pytest
 
 from services.trainer.servers import MAX_REFUSALS, Server
 from services.trainer.transactions import Transaction, UpdateFailed, is_refusal
-from shared.errors import DeadlineExceeded, HttpFailed
+from shared.errors import DeadlineExceeded, HttpFailed, WeightsCorrupt
 from shared.http import HttpClient
 from shared.registry import Replica
 from shared.weights.manifest import Manifest
@@ -102,6 +102,7 @@ async def test_abort_that_is_not_heard_is_no_error() -> None:
 def test_only_what_a_server_looked_at_is_refused() -> None:
     assert is_refusal(UpdateFailed("staging failed"))
     assert is_refusal(HttpFailed("POST", "u", 500, "the probe failed"))
+    assert is_refusal(WeightsCorrupt("version 3 cannot be rebuilt"))
     assert not is_refusal(HttpFailed("POST", "u", 409, "another is in flight"))
     assert not is_refusal(HttpFailed("POST", "u", None, "ConnectError"))
     assert not is_refusal(DeadlineExceeded("x", 1.0))
@@ -131,14 +132,61 @@ def test_refusals_are_counted_by_version() -> None:
     assert one.has_refused(3)
     one.note_failed(4, "x", is_refusal=True)
     assert not one.has_refused(4)
+    one.note_failed(4, "x", is_refusal=True)
+    one.note_failed(4, "x", is_refusal=True)
+    assert one.has_refused(4)
+    one.forget_refusals()
+    assert not one.has_refused(4)
 
 
 def test_registry_is_not_believed_right_after_a_commit() -> None:
     one = server()
     one.look_at(one.record.model_copy(update={"policy_version": 2}))
     assert one.version == 2
+    assert not one.serves(2)  # nobody has compared what it computes with
     one.note_committed(3)
     one.look_at(one.record.model_copy(update={"policy_version": 2}))
     assert one.version == 3
+    assert one.serves(3)
     assert one.describe(held_at=3) == "serving 3, held at 3"
     assert not one.is_same(one.record.model_copy(update={"pid": 2}))
+
+
+def late(answers: list[tuple[int, object] | None]) -> Transaction:
+    """Answers in their order; None is one that does not come in time."""
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        answer = answers.pop(0)
+        if answer is None:
+            raise httpx.ReadTimeout("")
+        return httpx.Response(answer[0], json=answer[1])
+
+    http = HttpClient(attempts=1, transport=httpx.MockTransport(handle))
+    return Transaction(http, server_url="http://server", deadline_s=7.0)
+
+
+async def test_a_commit_whose_answer_is_lost_is_asked_for_again() -> None:
+    right = (200, RESULT | {"version": 3})
+    assert (await late([None, right]).commit(3, CommitUpdate())).version == 3
+    with pytest.raises(HttpFailed, match=r"500: .*refused"):
+        await late([None, (500, "refused")]).commit(3, CommitUpdate())
+    with pytest.raises(DeadlineExceeded, match=r"waited 10 s for http://server to commit version"):
+        await late([None, None]).commit(3, CommitUpdate())
+    refused: list[tuple[int, object] | None] = [(500, "the probe"), right]
+    with pytest.raises(HttpFailed, match="500"):
+        await late(refused).commit(3, CommitUpdate())
+    assert refused == [right]  # an answer is an answer
+
+
+async def test_a_commit_that_comes_to_other_values_is_a_failed_update() -> None:
+    update = transaction(lambda _: (200, RESULT | {"version": 3}))
+    with pytest.raises(UpdateFailed, match=r"checksum 0{32}, other servers have 1{32}"):
+        await update.commit(3, CommitUpdate(effective_checksum="1" * 32))
+
+
+@pytest.mark.parametrize("answer", [None, (504, "waited 7 s for the child to answer rehearse")])
+async def test_a_rehearsal_that_runs_out_of_time_says_so(
+    answer: tuple[int, object] | None,
+) -> None:
+    with pytest.raises(DeadlineExceeded, match="waited 7 s for http://server to rehearse version"):
+        await late([answer]).rehearse(3, CommitUpdate())

@@ -178,3 +178,62 @@ def test_same_weights_are_told_from_others(tmp_path: Path) -> None:
             write(path, 1, digit=digit)
             assert store.same_weights(1, path) is same
     assert not path.exists()
+
+
+def kept_as_changes(folder: Path) -> VersionStore:
+    store = VersionStore(folder)
+    for version in range(5):
+        publish(store, version)
+        tidy(store, {version}, keep_last=50)
+    assert not any(store.is_whole(version) for version in (1, 2, 3))
+    return store
+
+
+@pytest.mark.parametrize("gone", [1, 3])
+def test_a_change_that_is_missing_is_named_before_anything_is_rebuilt(
+    tmp_path: Path, gone: int
+) -> None:
+    store = kept_as_changes(tmp_path)
+    (store.path(gone) / delta_file(0)).unlink()
+    for ask in (store.check, store.restore):
+        with pytest.raises(
+            WeightsCorrupt, match=rf"version 3 .*v0000000{gone}/delta-00000.bin is m"
+        ):
+            ask(3)
+    assert not list(store.path(2).glob("shard-*"))
+    store.check(0)
+    store.check(4)
+    tidy(store, {4, 0}, keep_last=50)  # and nobody else minds
+
+
+def test_a_change_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    store = kept_as_changes(tmp_path)
+    file = store.path(2) / delta_file(0)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(WeightsCorrupt, match=r"version 2 cannot be rebuilt: .*delta-00000.bin"):
+        store.restore(3)
+
+
+def test_a_manifest_that_is_unreadable_costs_what_is_built_on_it_and_no_more(
+    tmp_path: Path,
+) -> None:
+    store = kept_as_changes(tmp_path)
+    (store.path(2) / MANIFEST_FILE).write_text("{")
+    store = VersionStore(tmp_path)  # as a new process finds it
+    assert store.manifest(2) is None
+    with pytest.raises(WeightsCorrupt, match=r"version 3 cannot be had: .*v00000002/manifest.json"):
+        store.check(3)
+    store.check(1)
+    tidy(store, {4, 0}, keep_last=50)
+    assert [one.policy_version for one in store.describe()] == [0, 1, 2, 3, 4]
+
+
+def test_a_version_whose_base_was_deleted_does_not_stop_the_others(tmp_path: Path) -> None:
+    store = kept_as_changes(tmp_path)
+    (store.path(0) / MANIFEST_FILE).unlink()
+    with pytest.raises(WeightsCorrupt, match="version 2 is built on version 0, which is gone"):
+        store.restore(2)
+    publish(store, 5)
+    assert tidy(store, {5}, keep_last=2) == [1, 2, 3]
+    store.check(5)

@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import HttpFailed
 from shared.http import download
-from shared.weights.shard_server import ShardServer
+from shared.weights.shard_server import Coming, ShardServer
 
 BODY = bytes(range(256)) * 400
 
@@ -22,7 +22,7 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
 
     def find(version: int, kind: str, index: int):  # type: ignore[no-untyped-def]
         if version == 8:
-            return "coming"
+            return Coming(5)
         if version == 9:
             return tmp_path / "gone meanwhile"
         path = tmp_path / str(index)
