@@ -9,7 +9,7 @@ import http.client
 import ssl
 import threading
 import urllib.parse
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -170,10 +170,13 @@ def download(
     timeout_s: float = 30.0,
     token: str | None = None,
     stopped: threading.Event | None = None,
+    arrived: Callable[[int], None] = lambda _: None,
 ) -> Downloaded:
     """Fetch a file of `expected_bytes` into `target` and hash it on the way (blocking).
 
-    `offset` resumes: bytes before it are in `target` already. `timeout_s` bounds each wait for the
+    `offset` resumes: bytes before it are in `target` already. A file that exists is written over in
+    place, for new pages cost more than the network, and gets its size in the end. `arrived` is told
+    after each part how many bytes of the target are right. `timeout_s` bounds each wait for the
     server. Raises `HttpFailed`, also when the server sends fewer or more bytes than expected. Once
     `stopped` is set nothing is written to a file any more: it may be another download's by then.
     """
@@ -187,7 +190,7 @@ def download(
             body = f"{length} bytes offered, {expected_bytes - offset} expected"
             raise HttpFailed("GET", url, answer.status, body)
         if isinstance(target, Path):
-            return _into_file(answer, url, target, expected_bytes, offset, stopped)
+            return _into_file(answer, url, target, expected_bytes, offset, stopped, arrived)
         return _into_memory(answer, url, memoryview(target).cast("B"), expected_bytes, offset)
     except (OSError, http.client.HTTPException) as err:
         raise HttpFailed("GET", url, None, f"{type(err).__name__}: {err}") from err
@@ -249,10 +252,11 @@ def _into_file(
     expected: int,
     offset: int,
     stopped: threading.Event | None,
+    arrived: Callable[[int], None],
 ) -> Downloaded:
     digest = xxhash.xxh3_128()
     chunk = memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("r+b" if offset else "wb", buffering=0) as file:
+    with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
         for begin in range(0, offset, _CHUNK_BYTES):
             part = file.read(min(_CHUNK_BYTES, offset - begin))
             digest.update(cast(bytes, part))
@@ -266,5 +270,6 @@ def _into_file(
             digest.update(chunk[:count])
             file.write(chunk[:count])
             at += count
+            arrived(at)
         file.truncate(expected)
     return Downloaded(expected - offset, digest.hexdigest())

@@ -55,7 +55,7 @@ class RolloutConfig(ServiceConfig):
     """TCP port at which other servers pull the weights that are here; 0: any free one."""
     staging_dir: Path = Path(tempfile.gettempdir()) / "tandem-staging"
     """Weight shards are pulled into `<staging_dir>/<replica>/`; memory-backed is fastest. The
-    active version stays there, and a new one beside it until it is active."""
+    active version stays there, and the one before it, which the next is written over."""
     max_update_bytes: int = Field(2**40, gt=0)
     """A version larger than this is refused."""
     group_deadline_s: float = Field(1800.0, gt=0)

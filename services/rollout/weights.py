@@ -6,7 +6,7 @@
 
 Nothing the engine serves is touched before `activate`, and that builds the new version beside the
 old one. The files of the active version stay: other servers pull from them, and the next version
-may come as changes of them.
+may come as changes of them. Those of the version before are written over with the next one's.
 """
 
 import asyncio
@@ -39,6 +39,8 @@ from shared.weights.shard_server import Coming, Kind
 from shared.weights.stored import StoredVersion
 
 log = structlog.get_logger()
+
+SPARE = "spare"  # folder of the files that the next version takes
 
 
 class UpdateConflict(TandemError):
@@ -129,8 +131,7 @@ class Updates:
             current.stager.progress.stopped.set()
             self._close(current, "aborted", f"nobody asked for {self._deadline_s:g} s")
         folder = self._path(request.version)
-        base = None if active is None else StoredVersion.open(self._path(active))
-        update = Update(request, folder, Stager(request, folder, base, deadline_s=self._deadline_s))
+        update = Update(request, folder, self._stager(request, folder))
         update.staging = asyncio.create_task(self._stage(update), name=f"stage {update.version}")
         self._update = update
         self._on_change()
@@ -159,6 +160,7 @@ class Updates:
         return self._as_expected(await asyncio.shield(update.activation), commit)
 
     async def _activate(self, update: Update, commit: CommitUpdate) -> CommitResult:
+        before = self._engine.policy_version
         try:
             check_probe(commit.probe, self._engine.spec)
             result = await self._engine.activate(update.folder, commit, timeout_s=self._deadline_s)
@@ -174,6 +176,8 @@ class Updates:
             self._close(update, "failed", "the commit was cut short")
             raise
         self._served = result
+        self._retire(before)
+        self._drop_all_but(update.folder)
         self._close(update, "active", "")
         _observe(result)
         return result
@@ -235,8 +239,9 @@ class Updates:
             await self._end_staging(self._update)
             if self._update.activation is not None:
                 await end(self._update.activation)
-        for manifest in self._folder.glob(f"v*/{MANIFEST_FILE}"):
-            shutil.rmtree(manifest.parent, ignore_errors=True)
+        whole = [manifest.parent for manifest in self._folder.glob(f"v*/{MANIFEST_FILE}")]
+        for folder in (*whole, self._folder / SPARE):
+            shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # a broken transfer is in it
             self._folder.rmdir()
 
@@ -244,6 +249,13 @@ class Updates:
         update.stager.progress.stopped.set()
         if update.staging is not None:
             await end(update.staging)
+
+    def _stager(self, request: BeginUpdate, folder: Path) -> Stager:
+        active = self._engine.policy_version
+        base = None if active is None else StoredVersion.open(self._path(active))
+        return Stager(
+            request, folder, base, deadline_s=self._deadline_s, spare=self._folder / SPARE
+        )
 
     def _path(self, version: int) -> Path:
         return self._folder / f"v{version:08d}"
@@ -286,8 +298,6 @@ class Updates:
         counter("rollout_updates_total", "Weight updates.", ("outcome",)).labels(state).inc()
         if error:
             log.warning("update_ended", policy_version=update.version, state=state, error=error)
-        if state == "active":
-            self._drop_all_but(update.folder)
         self._on_change()
 
     async def _stage(self, update: Update) -> None:
@@ -337,10 +347,17 @@ class Updates:
         finally:
             file.unlink(missing_ok=True)
 
+    def _retire(self, version: int | None) -> None:
+        """Nobody reads this version's files any more: the next one may take them."""
+        spare = self._folder / SPARE
+        shutil.rmtree(spare, ignore_errors=True)
+        if version is not None and self._path(version).exists():
+            self._path(version).rename(spare)
+
     def _drop_all_but(self, *kept: Path) -> None:
         if self._folder.exists():
             for folder in self._folder.iterdir():
-                if folder not in kept:
+                if folder not in kept and folder.name != SPARE:
                     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -179,6 +179,13 @@ async def test_changes_are_pulled_by_a_server_that_holds_the_base(world: World) 
     assert changes.rebuilt_shards == more.rebuilt_shards == len(manifest.shards) > 3
     assert changes.pulled_bytes == manifest.delta_bytes < 0.5 * manifest.num_bytes
     assert changes.staged_bytes == changes.total_bytes == manifest.num_bytes
+    spare = peer.folder / peer.name / "spare"
+    inodes = {(spare / one).stat().st_ino for one in map(shard_file, range(len(manifest.shards)))}
+    world.begin(peer, 0, is_rollback=True)  # whole, over what was rebuilt once
+    await world.staged(peer, 0)
+    world.check_files(peer, 0)
+    staged = peer.folder / peer.name / "v00000000"
+    assert {one.stat().st_ino for one in staged.glob("shard-*.bin")} == inodes
     assert world.sent(1) == {}
 
 

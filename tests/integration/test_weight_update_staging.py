@@ -413,3 +413,49 @@ async def test_whatever_goes_wrong_in_staging_ends_the_transaction(
     assert (status.state, "the child is gone" in status.error) == ("failed", True)
     begin(updates, trainer, 3)
     assert (await outcome(updates, 3)).state == "staged"
+
+
+async def test_files_of_the_version_before_the_last_are_written_over(
+    updates: Updates, trainer: Trainer, published: dict[int, Path], tmp_path: Path
+) -> None:
+    """Also when the transfer breaks off: an old file's size says nothing."""
+    for version in (1, 2):
+        begin(updates, trainer, version)
+        await outcome(updates, version)
+        await updates.commit(version, CommitUpdate())
+    spare, staged = tmp_path / "staging" / "spare", tmp_path / "staging" / "v00000003"
+    shards = [shard_file(shard.index) for shard in trainer.manifest(3).shards]
+    before = {name: (spare / name).stat().st_ino for name in shards}
+    with (spare / shards[2]).open("ab") as longer:
+        longer.write(b"longer than what comes")
+    trainer.cut_after = {1: 70_000}
+    begin(updates, trainer, 3)
+    assert (await outcome(updates, 3)).pulled_bytes == trainer.manifest(3).num_bytes
+    assert [at for version, i, at in trainer.requests if (version, i) == (3, 1)] == [0, 70_000]
+    assert {name: (staged / name).stat().st_ino for name in shards} == before
+    assert {one.name for one in staged.iterdir()} == {*shards, "manifest.json"}
+    for version in (2, 3):  # what is served is nobody's to take
+        for name in shards:
+            kept = tmp_path / "staging" / f"v{version:08d}" / name
+            assert kept.read_bytes() == (published[version] / name).read_bytes()
+    await updates.commit(3, CommitUpdate())
+    assert {(spare / name).stat().st_ino for name in shards}.isdisjoint(before.values())
+    await updates.close()
+    assert not (tmp_path / "staging").exists()
+
+
+async def test_a_process_that_is_started_again_goes_on_at_the_mark(
+    trainer: Trainer, published: dict[int, Path], tmp_path: Path
+) -> None:
+    """Of a file that is written over: after the mark there are bytes of another version."""
+    manifest = trainer.manifest(1)
+    first = published[1] / shard_file(0)
+    half = manifest.shards[0].num_bytes // 2
+    target = tmp_path / shard_file(0)
+    target.write_bytes(first.read_bytes()[:half] + bytes(manifest.shards[0].num_bytes))
+    target.with_suffix(".at").write_bytes(half.to_bytes(8, "little"))
+    begin = BeginUpdate(job_id=JOB_ID, version=1, manifest=manifest, sources=[trainer.url])
+    stager = Stager(begin, tmp_path, None, deadline_s=20.0)
+    await asyncio.to_thread(stager.bring_all)
+    assert [at for _, shard, at in trainer.requests if shard == 0] == [half]
+    assert target.read_bytes() == first.read_bytes()
