@@ -2,6 +2,9 @@
 
 On a GPU a kernel finds what has changed, so only that leaves the device; the runs are coded on the
 host. Tensors that change nearly everywhere, or that the kernel cannot read, leave it whole.
+
+It is for whoever has both tensors on the device. An export has its base in files and writes the new
+bytes anyway: there it came to the same bytes later, 5.4 s against 3.7 for 0.8 GB beside an H200.
 """
 
 from collections.abc import Iterator
