@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.loss.advantages import MIN_REWARD_SPREAD, advantages
+from services.trainer.loss.advantages import MIN_REWARD_SPREAD, advantages, are_equal
 from services.trainer.loss.validity import are_logprobs
 from shared.job import Job
 from shared.messages import (
@@ -78,7 +78,7 @@ def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[floa
     all_truncated = all(rollout.finish_reason == "length" for rollout in rollouts)
     if not any(_is_trained(rollout, job) for rollout in rollouts):  # the rest of them is empty
         return Unusable("all_truncated", graded)
-    if job.sampling.dynamic and max(graded) - min(graded) <= MIN_REWARD_SPREAD:
+    if job.sampling.dynamic and are_equal(graded):
         return Unusable("all_truncated" if all_truncated else _no_variance_reason(graded), graded)
     return graded
 

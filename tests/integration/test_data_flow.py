@@ -304,7 +304,11 @@ async def test_supervised_steps_come_first_and_are_durable_like_others(
 
 @pytest.mark.parametrize(
     ("crash_at", "rank_faults"),
-    [([], []), (["committed", "saved", "told"], []), (["told"], ["train_step:1", "train_step:5"])],
+    [
+        ([], []),
+        (["committed", "saved", "told"], []),
+        (["told"], ["train_step:1", "save:2", "train_step:5"]),
+    ],
     ids=["whole", "conductor dies", "ranks die"],
 )
 async def test_the_reference_is_what_the_warm_up_made_whoever_dies(
@@ -365,6 +369,13 @@ def test_pairs_that_do_not_fit_are_skipped_and_told() -> None:
     assert supervised_facts(batch, stop_token_ids=[0])["truncated_share"] == 1.0
     with pytest.raises(NoPromptFits, match=r"none of the 1 prompts of .* fits into 56"):
         fitting_pairs(given[:1], source)
+
+
+def test_pairs_that_are_not_utf_8_are_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_bytes(b'{"prompt": "a", "response": "b"}\n{"prompt": "\xff", "response": "b"}\n')
+    with pytest.raises(DataError, match=r"line 2: .*UTF-8"):
+        load_pairs(path)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from shared.job_algorithm import AlgorithmSection, Baseline
 
-MIN_REWARD_SPREAD = 1e-6  # rewards closer than this are equal up to float noise
+# Rewards closer than this, of the largest or of 1, are equal up to float noise.
+MIN_REWARD_SPREAD = 1e-6
 Array = npt.NDArray[np.float64]
 Groups = Sequence[npt.NDArray[np.int64]]
 
@@ -41,6 +42,15 @@ def advantages(
     elif algorithm.normalise == "batch_std":
         values = _divided(values, weights)
     return values
+
+
+def are_equal(rewards: npt.ArrayLike) -> bool:
+    """Whether nothing but float noise, or nothing at all, is between them."""
+    values = np.asarray(rewards, np.float64)
+    if not len(values):
+        return True
+    largest = max(1.0, float(np.abs(values).max()))
+    return bool(np.ptp(values) <= MIN_REWARD_SPREAD * largest)
 
 
 def token_advantages(
@@ -108,5 +118,4 @@ def _divided(values: Array, weights: Array) -> Array:
 
 def _are_equal(values: Array, weights: Array) -> bool:
     """Of those that count."""
-    counted = values[weights > 0]
-    return len(counted) == 0 or bool(np.ptp(counted) <= MIN_REWARD_SPREAD)
+    return are_equal(values[weights > 0])

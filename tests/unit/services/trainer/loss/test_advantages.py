@@ -55,7 +55,10 @@ def test_group_mean_may_be_divided_by_the_batchs_spread() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rewards", [[0.3, 0.1 + 0.2, 0.3], [2.0, 2.0, 2.0], [5.0], []])
+@pytest.mark.parametrize(
+    "rewards",
+    [[0.3, 0.1 + 0.2, 0.3], [3e12, 3e12 * (1 + 2**-50), 3e12], [2.0, 2.0, 2.0], [5.0], []],
+)
 def test_equal_rewards_and_a_group_of_one_give_exact_zeros(name: str, rewards: list[float]) -> None:
     found = advantages(
         rewards, ["g"] * len(rewards), [4] * len(rewards), algorithm=AlgorithmSection(name=name)
