@@ -1,6 +1,7 @@
 """The job's `algorithm` section: a name fills in what is not given, and mixes that say nothing
 sensible are refused. docs/algorithms.md has every formula and its source."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -196,3 +197,21 @@ class AlgorithmSection(Section):
     @property
     def kl_in_loss(self) -> bool:
         return self.kl.coefficient > 0 and self.kl.place == "loss"
+
+
+def beyond_its_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resolved section says beyond its name: under another name, the rest is that one's."""
+    name = resolved.get("name", "grpo")
+    usual = AlgorithmSection(name=name).model_dump(mode="json")
+    return {"name": name, **_differences(resolved, usual)}
+
+
+def _differences(found: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in found.items():
+        if isinstance(value, Mapping) and isinstance(usual.get(key), Mapping):
+            if inner := _differences(value, usual[key]):
+                result[key] = inner
+        elif key not in usual or value != usual[key]:
+            result[key] = value
+    return result

@@ -12,6 +12,7 @@ from services.cli.run import run
 from services.cli.watch import watch_job
 from services.client import TandemClient
 from shared.errors import ConfigInvalid
+from shared.job_algorithm import beyond_its_name
 
 JOB_FILE = "job.json"
 
@@ -47,5 +48,6 @@ def replay_document(run_dir: Path, changes: list[str]) -> dict[str, Any]:
         raise ConfigInvalid(f"{path} is no job of a run: {err}.") from err
     document |= {"mode": "train_only", "recording": str(run_dir.resolve()), "record": False}
     document |= {"eval": None, "name": f"{document['name'][:34]}-replay"}
+    document["algorithm"] = beyond_its_name(document.get("algorithm") or {})
     change_document(document, changes)
     return document

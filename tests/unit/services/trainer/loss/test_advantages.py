@@ -127,6 +127,17 @@ def test_costs_of_tokens_come_off_the_reward_of_the_whole_response() -> None:
     np.testing.assert_allclose(found, [0.4, 0.4, -0.4])
 
 
+def test_rloo_with_a_kl_by_hand() -> None:
+    """Net rewards 0.7, -0.1, -0.2, each less the mean of the two others: 0.85, -0.35, -0.5."""
+    found = token_advantages(
+        [1.0, 0.0, 0.0],
+        ["g"] * 3,
+        [np.array([0.1, 0.2]), np.array([0.1]), np.array([0.25, -0.05])],
+        algorithm=AlgorithmSection(name="rloo"),
+    )
+    np.testing.assert_allclose(found, [0.85, 0.85, -0.35, -0.5, -0.5])
+
+
 def test_returns_to_go_without_a_group() -> None:
     """1 - (0.1 + 0.2), 1 - 0.2, 0 - 0.1 less their mean 1.4 / 3."""
     found = token_advantages(

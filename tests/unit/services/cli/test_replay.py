@@ -1,0 +1,58 @@
+"""A recorded job as one that trains its recording, with other values where they are asked for."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from services.cli.replay import replay_document
+from shared.errors import ConfigInvalid
+from shared.job import Job
+from shared.job_algorithm import AlgorithmName, AlgorithmSection
+
+
+def recorded(run_dir: Path, **algorithm: Any) -> Job:
+    job = Job.model_validate(
+        {
+            "name": "test",
+            "steps": 2,
+            "record": True,
+            "model": {"rollout_checkpoint": "/nowhere"},
+            "data": {"path": "/nowhere"},
+            "sampling": {"context_length": 32, "max_response_tokens": 8},
+            "algorithm": algorithm,
+        }
+    )
+    (run_dir / "job.json").write_text(job.model_dump_json())
+    return job
+
+
+def replayed(run_dir: Path, *changes: str) -> Job:
+    return Job.model_validate(replay_document(run_dir, list(changes)))
+
+
+@pytest.mark.parametrize("name", get_args(AlgorithmName))
+def test_without_changes_the_algorithm_is_the_recorded_one(tmp_path: Path, name: str) -> None:
+    kl = {"coefficient": 0.1, "estimator": "k2", "place": "loss"}
+    job = recorded(tmp_path, name=name, max_lag=3, kl=kl, correction={"high": 3.0})
+    again = replayed(tmp_path)
+    assert again.algorithm == job.algorithm
+    assert (again.mode, again.recording, again.record) == ("train_only", str(tmp_path), False)
+    assert again.name == "test-replay"
+
+
+def test_another_name_brings_its_own_fields_and_keeps_what_was_said_beyond_the_old_one(
+    tmp_path: Path,
+) -> None:
+    recorded(tmp_path, max_lag=3, correction={"high": 3.0})
+    found = replayed(tmp_path, "algorithm.name=dapo").algorithm
+    assert found == AlgorithmSection.model_validate(
+        {"name": "dapo", "max_lag": 3, "correction": {"high": 3.0}}
+    )
+    assert (found.clip_high, found.aggregation) == (0.28, "token_mean")
+    assert replayed(tmp_path, "algorithm.name=gspo").algorithm.policy_loss == "sequence_ratio"
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match=r"job\.json is no job of a run"):
+        replay_document(tmp_path, [])
