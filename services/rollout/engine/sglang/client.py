@@ -14,6 +14,7 @@ from shared.http import HttpClient
 PauseMode = Literal["abort", "retract", "in_place"]
 
 _CONTROL_S = 30.0
+_IDLE_S = 10.0  # a sequence's answer comes a moment before its slot is free
 
 
 class ServerRefused(TandemError):
@@ -95,8 +96,9 @@ class SGLangClient:
         await self._control("/continue_generation", {})
 
     async def flush(self) -> None:
-        """Drop every cached prefix. The server answers 400 while sequences run."""
-        await self._http.post(f"{self.url}/flush_cache", {}, timeout_s=_CONTROL_S, idempotent=True)
+        """Drop every cached prefix, when the last sequence has ended; 400 if one goes on."""
+        path = f"/flush_cache?timeout={_IDLE_S:g}"
+        await self._http.post(f"{self.url}{path}", {}, timeout_s=_CONTROL_S, idempotent=True)
 
     async def label(self, policy_version: int) -> None:
         """Name what is served; sampled tokens carry it."""
