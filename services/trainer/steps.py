@@ -178,6 +178,7 @@ class StepTaker:
         if seconds is not None:
             histogram("trainer_step_seconds", "Duration of a step.").observe(seconds)
         gauge("trainer_step", "Steps taken.").set(step)
+        _note_step(fields)
         log.info(
             "step_finished",
             step=step,
@@ -231,3 +232,24 @@ class StepTaker:
             p.recording.forget_step(refused.step)
         p.record.flush_journal()
         self.read_progress()
+
+
+def _note_step(fields: Mapping[str, Any]) -> None:
+    """The numbers of the newest step that somebody is woken by."""
+    for name, documentation, field in (
+        ("trainer_reward", "Mean of all graded samples of the step.", "reward_raw"),
+        (
+            "trainer_delta_logprob",
+            "Mean drift of log-probabilities.",
+            "delta_logprob_mean",
+        ),
+        ("trainer_lag", "Mean versions that its tokens were behind.", "lag_mean"),
+        ("trainer_truncated_share", "Share of truncated responses.", "truncated_share"),
+        ("trainer_tokens_per_second", "Tokens trained a second.", "tokens_per_s"),
+        ("trainer_open_groups", "Groups drawn and neither trained nor dropped.", "open_groups"),
+    ):
+        if isinstance(value := fields.get(field), int | float):
+            gauge(name, documentation).set(value)
+    wait_s, step_s = fields["seconds"].get("wait"), fields.get("step_seconds")
+    if wait_s is not None and step_s:
+        gauge("trainer_wait_share", "Share of the step spent on waiting.").set(wait_s / step_s)

@@ -21,7 +21,7 @@ from shared import topology
 from shared.dead_letters import dead_letters
 from shared.streams import backlog
 from shared.tasks import wait_for_event
-from shared.telemetry import note_backlog
+from shared.telemetry import gauge, note_backlog
 
 log = structlog.get_logger()
 INTERVAL_S = 1.0
@@ -111,7 +111,9 @@ class Watch:
 
     async def _count_dead(self) -> int:
         streams = [topology.dead(stream) for stream, _ in work_streams(self._job_id).values()]
-        return sum([int(await self._redis.xlen(stream)) for stream in streams])
+        number = sum([int(await self._redis.xlen(stream)) for stream in streams])
+        gauge("trainer_dead_letters", "Messages of the job that nobody can handle.").set(number)
+        return number
 
     async def _drop_buried(self) -> None:
         """A message that nobody can handle takes its group with it."""
