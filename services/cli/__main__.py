@@ -10,4 +10,4 @@ if __name__ == "__main__":
     check_machine(0)
     from services.cli.commands import app
 
-    sys.exit(app())
+    sys.exit(app(prog_name="tandem"))

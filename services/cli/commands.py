@@ -11,6 +11,7 @@ from rich.console import Console
 from services.cli.attribute import attribute
 from services.cli.convert import convert
 from services.cli.demo import DemoOptions, run_demo
+from services.cli.doctor import doctor
 from services.cli.document import read_job
 from services.cli.evaluate import evaluate
 from services.cli.explain import explain
@@ -21,7 +22,7 @@ from services.cli.replay import replay
 from services.cli.run import log_to, run
 from services.cli.stack import MAX_REWARD, MAX_ROLLOUT, check_stack, choose_ports, stack_programs
 from services.cli.tables import job_table, jobs_table
-from services.cli.watch import watch_job
+from services.cli.watch import follow_job
 from services.cli.weights import weights
 from services.client import TandemClient
 from shared.local_stack import running
@@ -61,6 +62,7 @@ LOCAL_TRAINER = "http://127.0.0.1:8700"
 app.add_typer(weights, name="weights")
 app.command()(attribute)
 app.command()(convert)
+app.command()(doctor)
 app.command()(explain)
 app.command()(parity)
 app.command()(plan)
@@ -75,13 +77,14 @@ def up(
     reward: Reward = 1,
     data_dir: RunsDir = Path("runs"),
     ports_from: PortsFrom = None,
+    as_json: Json = False,
 ) -> None:
     """Start broker, trainer, rollout, reward and evaluator here; Ctrl-C drains them."""
     ports = choose_ports(num_rollout=rollout, num_reward=reward, base=ports_from)
 
     async def command() -> int:
         check_stack(ports)
-        console = Console()
+        console = Console(stderr=as_json)
         stack_dir = data_dir / "_stack" / "up"  # the same each time: the broker keeps its data
         with log_to(stack_dir / "stack.log"):
             programs = stack_programs(ports, data_dir=stack_dir, runs_dir=data_dir)
@@ -90,6 +93,8 @@ def up(
                 for name, port in ports.by_name().items():
                     console.print(f"{name:<12} ready  port {port}  pid {stack.pids[name]}")
                 console.print(f"dashboard: {ports.trainer_url}/   Ctrl-C stops all")
+                if as_json:
+                    typer.echo(json.dumps({"trainer": ports.trainer_url, "ports": ports.by_name()}))
                 await asyncio.Event().wait()
         return 0
 
@@ -107,6 +112,9 @@ def demo(
     record: Record = False,
     runs_dir: RunsDir = Path("runs"),
     ports_from: PortsFrom = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON; the rest goes to stderr.")
+    ] = False,
 ) -> None:
     """Start everything, train a job, show it live, compare before and after, stop everything."""
     given = {"seed": seed, "steps": steps, "record": "true" if record else None}
@@ -115,8 +123,9 @@ def demo(
         changes=[*(changes or []), *(f"{k}={v}" for k, v in given.items() if v is not None)],
         ports=choose_ports(num_rollout=rollout, num_reward=reward, base=ports_from),
         runs_dir=runs_dir,
+        as_json=as_json,
     )
-    run(run_demo(options, Console()))
+    run(run_demo(options, Console(stderr=as_json)))
 
 
 @app.command()
@@ -140,7 +149,7 @@ def submit(
             typer.echo(submitted.job_id)
             for warning in submitted.warnings:
                 typer.echo(f"warning: {warning}", err=True)
-        return await _watch(trainer, submitted.job_id, as_json=as_json) if watch_it else 0
+        return await follow_job(trainer, submitted.job_id, as_json=as_json) if watch_it else 0
 
     run(command())
 
@@ -173,7 +182,7 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
 ) -> None:
     """Follow a job until it ends; exit code 0 only when it finished."""
-    run(_watch(trainer, job_id, as_json=as_json))
+    run(follow_job(trainer, job_id, as_json=as_json))
 
 
 @app.command()
@@ -191,13 +200,3 @@ def cancel(
         return 0
 
     run(command())
-
-
-async def _watch(trainer: str, job_id: str, *, as_json: bool) -> int:
-    async with TandemClient(trainer) as client:
-        if not as_json:
-            view = await watch_job(client, job_id, Console())
-            return 0 if view.state == "finished" else 1
-        async for numbered in client.events(job_id):
-            typer.echo(numbered.event.model_dump_json())
-        return 0 if (await client.job(job_id)).state == "finished" else 1

@@ -65,16 +65,17 @@ def convert(
         bool, typer.Option("--overwrite", help="Replace a checkpoint at the target, at the end.")
     ] = False,
     max_shard_mb: Annotated[int, typer.Option(help="Size of a file, in 10^6 bytes.", min=1)] = 4000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
 ) -> None:
     """Convert a checkpoint; stopped at any moment, the same command goes on where it was."""
     arguments = [str(source), str(target), "--to", to]
     arguments += ["--like", str(like)] if like else []
     arguments += ["--fp32"] * fp32 + ["--overwrite"] * overwrite
     arguments += ["--max-shard-bytes", str(max_shard_mb * 1_000_000)]
-    run(_convert(arguments, Console()))
+    run(_convert(arguments, Console(stderr=as_json), as_json=as_json))
 
 
-async def _convert(arguments: list[str], console: Console) -> int:
+async def _convert(arguments: list[str], console: Console, *, as_json: bool) -> int:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.trainer.convert", *arguments),
         *("--parent", str(os.getpid())),
@@ -87,7 +88,8 @@ async def _convert(arguments: list[str], console: Console) -> int:
     assert process.stderr is not None
     last_words = asyncio.create_task(process.stderr.read())
     try:
-        ended = await _show(_events(process.stdout), console)
+        events = _events(process.stdout)
+        ended = await (_print(events) if as_json else _show(events, console))
         code = await process.wait()
     finally:
         if process.returncode is None:
@@ -106,6 +108,15 @@ async def _events(stdout: asyncio.StreamReader) -> AsyncIterator[ConversionEvent
             yield read_event(line)
         except ValidationError as err:
             raise RuntimeError(f"the converter wrote {line[:200]!r}, which is no event") from err
+
+
+async def _print(events: AsyncIterator[ConversionEvent]) -> bool:
+    """As `_show`, for machines."""
+    ended = False
+    async for event in events:
+        ended = ended or isinstance(event, Finished | Failed)
+        typer.echo(event.model_dump_json())
+    return ended
 
 
 async def _show(events: AsyncIterator[ConversionEvent], console: Console) -> bool:

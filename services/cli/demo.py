@@ -7,12 +7,14 @@ stack, and the watch goes on.
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 
 from services.cli.document import read_job
@@ -41,6 +43,7 @@ class DemoOptions:
     changes: list[str]
     ports: Ports
     runs_dir: Path
+    as_json: bool = False
 
 
 async def run_demo(options: DemoOptions, console: Console) -> int:
@@ -84,20 +87,24 @@ async def _run_job(
             return rows | ({"restarts": told} if told else {})
 
         view = await watch_job(client, submitted.job_id, console, notes=notes)
-        await _show_end(client, view, options.runs_dir, console)
+        await _show_end(client, view, options, console)
     return 0 if view.state == "finished" else 1
 
 
-async def _show_end(client: TandemClient, view: JobView, runs_dir: Path, console: Console) -> None:
+async def _show_end(
+    client: TandemClient, view: JobView, options: DemoOptions, console: Console
+) -> None:
     if view.state != "finished":
         console.print(f"{view.job_id} {view.state}: {view.error or 'no reason given'}", style="red")
     if not view.done and view.state != "finished":
         return  # it never took a step: there is nothing to report
     summary = await _summary(client, view.job_id)
+    if options.as_json:
+        typer.echo(json.dumps(summary))
     if (table := before_after_table(summary)) is not None:
         console.print(table)
     console.print(verdict(summary), soft_wrap=True)
-    run_dir = runs_dir / view.job_id
+    run_dir = options.runs_dir / view.job_id
     console.print(f"report:  {run_dir / 'report.html'}", soft_wrap=True)
     console.print(f"numbers: {run_dir / 'summary.json'}", soft_wrap=True)
     for figure in sorted(run_dir.glob("*.png")):

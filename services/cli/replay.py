@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from services.cli.document import change_document
 from services.cli.run import run
-from services.cli.watch import watch_job
+from services.cli.watch import follow_job
 from services.client import TandemClient
 from shared.errors import ConfigInvalid
 from shared.job_algorithm import beyond_its_name
@@ -26,6 +25,7 @@ def replay(
     trainer: Annotated[
         str, typer.Option(envvar="TANDEM_TRAINER", help="Address of the trainer.", metavar="URL")
     ] = "http://127.0.0.1:8700",
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
 ) -> None:
     """Train the recorded groups of a run again: the same job and seed give the same weights."""
     document = replay_document(run_dir, changes or [])
@@ -33,8 +33,7 @@ def replay(
     async def command() -> int:
         async with TandemClient(trainer, patience_s=10) as client:
             submitted = await client.submit(document)
-            view = await watch_job(client, submitted.job_id, Console())
-        return 0 if view.state == "finished" else 1
+        return await follow_job(trainer, submitted.job_id, as_json=as_json)
 
     run(command())
 

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 
+import typer
 from rich.console import Console
 from rich.live import Live
 
@@ -84,3 +85,14 @@ async def _ask_servers(client: TandemClient, servers: list[Replica]) -> None:
         with contextlib.suppress(HttpFailed):  # away for a moment: the last states stay
             servers[:] = await client.servers()
         await asyncio.sleep(_ASK_SERVERS_S)
+
+
+async def follow_job(trainer: str, job_id: str, *, as_json: bool) -> int:
+    """Follow a job to its end; the exit code is 0 only when it finished."""
+    async with TandemClient(trainer) as client:
+        if not as_json:
+            view = await watch_job(client, job_id, Console())
+            return 0 if view.state == "finished" else 1
+        async for numbered in client.events(job_id):
+            typer.echo(numbered.event.model_dump_json())
+        return 0 if (await client.job(job_id)).state == "finished" else 1

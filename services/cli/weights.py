@@ -1,6 +1,7 @@
 """`weights list` and `weights rollback`: the versions of a job in progress, and the way back."""
 
 import asyncio
+import json
 import time
 from typing import Annotated
 
@@ -47,6 +48,7 @@ def rollback(
     to: Annotated[int, typer.Option(help="The version; the current one ends a rollback.", min=0)],
     wait_s: Annotated[float, typer.Option(help="How long to wait until it is served.")] = 120.0,
     trainer: Trainer = LOCAL_TRAINER,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Have every server serve an older version; training waits until the current one is served."""
 
@@ -54,7 +56,8 @@ def rollback(
         async with TandemClient(trainer, patience_s=10) as client:
             await client.roll_back(job_id, to)
             names = await _served(client, job_id, to, wait_s)
-        typer.echo(f"version {to} is served by {', '.join(names)}")
+        told = f"version {to} is served by {', '.join(names)}"
+        typer.echo(json.dumps({"policy_version": to, "servers": names}) if as_json else told)
         return 0
 
     run(command())
