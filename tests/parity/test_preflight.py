@@ -56,7 +56,7 @@ class Ranks:
 
 @dataclass
 class Publisher:
-    """Has brought `servers` to version 0."""
+    """Has brought `servers` to the version that is asked for."""
 
     servers: dict[str, str]
     probing: bool = True
@@ -93,6 +93,7 @@ class Servers:
 
     def __init__(self, **engines: SamplerSide) -> None:
         self.engines = engines
+        self.version = 0  # that they serve
         self.refusals = 0  # requests that are answered with 503 first
         self.rehearsed: str | None = None  # what a dry update comes to, if not to the same
         self.only_logprobs = False  # as an engine that shows no states and rehearses nothing
@@ -109,22 +110,26 @@ class Servers:
             return httpx.Response(501)
         side = self.engines[request.url.host]
         if request.url.path == "/v1/trace":
-            traced = await side(TraceRequest.unpack(request.content))
+            asked_for = TraceRequest.unpack(request.content)
+            if asked_for.policy_version not in (None, self.version):
+                return httpx.Response(409)
+            traced = await side(asked_for.model_copy(update={"policy_version": None}))
             return httpx.Response(200, content=traced.pack(), headers={"content-type": MEDIA_TYPE})
         version = side.engine.scheduler.version
         assert version is not None
         if request.url.path == "/v1/info":
             return httpx.Response(200, json={"effective_checksum": version.checksum})
-        if request.url.path.endswith("/0/rehearse"):
+        if request.url.path.endswith(f"/{self.version}/rehearse"):
             checksum = self.rehearsed or version.checksum
             phases = dict.fromkeys(("pause_s", "load_s", "restore_s", "probe_s", "resume_s"), 0.0)
             return httpx.Response(
-                200, json={"version": 0, "effective_checksum": checksum, **phases}
+                200,
+                json={"version": self.version, "effective_checksum": checksum, **phases},
             )
         assert request.url.path == "/v1/generate"
         asked = json.loads(request.content)
         results = [_completed(side, j, asked) for j in range(len(asked["prompts"]))]
-        return httpx.Response(200, json={"policy_version": 0, "results": results})
+        return httpx.Response(200, json={"policy_version": self.version, "results": results})
 
 
 def _completed(side: SamplerSide, prompt: int, asked: dict[str, Any]) -> list[dict[str, Any]]:
@@ -196,9 +201,10 @@ def world(policy: tuple[Path, Job, Actor], tmp_path: Path) -> World:
 
 async def test_honest_servers_pass_once(world: World, weights: dict[str, Tensor]) -> None:
     servers = Servers(one=SamplerSide.of(ARCH, weights), two=SamplerSide.of(ARCH, weights))
+    servers.version = 5  # after five supervised steps, which nobody was served
     preflight = world.preflight(servers)
     await preflight.check_memory()
-    await preflight.run(0)
+    await preflight.run(5)
     (event,) = world.record.events
     assert (event["name"], event["passed"], event["problems"]) == ("preflight_finished", True, [])
     assert [found["server"] for found in event["parity"]] == ["one", "two"]
@@ -209,7 +215,7 @@ async def test_honest_servers_pass_once(world: World, weights: dict[str, Tensor]
     assert [found["is_same"] for found in event["dry_updates"]] == [True, True]
     again = world.preflight(Servers())
     await again.check_memory()
-    await again.run(0)
+    await again.run(5)
     assert len(world.record.events) == 1
 
 

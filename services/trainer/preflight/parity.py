@@ -158,7 +158,10 @@ class ParityCheck:
                 traced = await self._ranks.trace(body)
             except ValueError as err:  # no rank has the whole model
                 raise _NoStates(str(err)) from err
-            self._traced[body] = await asyncio.to_thread(Traced.unpack, traced)
+            found = await asyncio.to_thread(Traced.unpack, traced)
+            # Ranks know no versions; now they hold the one that is checked.
+            held = {"policy_version": self.policy_version}
+            self._traced[body] = found.model_copy(update=held)
         return self._traced[body]
 
 
