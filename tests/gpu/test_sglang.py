@@ -18,6 +18,7 @@ from services.rollout.engine.sglang.buckets import Bucket, buckets_of
 from services.rollout.engine.sglang.checkpoint import read_folder
 from services.rollout.engine.sglang.client import SGLangClient
 from services.rollout.engine.sglang.transports import BUCKET_BYTES, send_bucket
+from services.rollout.engine.weights import read_canonical
 from shared.errors import WeightsCorrupt
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.checkpoint import dequantised
@@ -130,8 +131,8 @@ async def test_scores_against_the_reference_on_the_gpu(world: World, figures: Fi
     """In FP32, with and without the sampler's rounding. Random weights magnify every rounding: the
     floor is what the server itself differs by between decoding and scoring."""
     engine = world.first.versions.engine
-    assert world.first.versions.good is not None
-    stored = read_folder(world.first.versions.good.folder)
+    staged = world.staged["A"]
+    stored = read_canonical(staged.manifest, staged.folder)
     weights = dequantised({name: tensor.cuda() for name, tensor in stored.items()})
     kept = figures["sglang"].setdefault("against the reference", {})
     for name, quant in {"rounded": SERVED, "unrounded": UNQUANTISED}.items():
