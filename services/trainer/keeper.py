@@ -62,7 +62,7 @@ class RankKeeper:
         self._checkpoints = run_dir / CHECKPOINTS
         self._keep_checkpoints = keep_checkpoints
         self._keep_every = keep_every
-        self._reference_step = reference_step
+        self.reference_step = reference_step
         self._unfinished: tuple[int, float] | None = None  # step being saved, since when
         self._record = record
         self._events = events
@@ -152,7 +152,7 @@ class RankKeeper:
 
     async def save_reference(self) -> None:
         """Have the reference policy's checkpoint before any later step is taken."""
-        step = self._reference_step
+        step = self.reference_step
         if step is not None and step not in dict(self.complete_checkpoints()):
             await self.save(step)
 
@@ -239,8 +239,8 @@ class RankKeeper:
 
     async def _loads(self, ranks: RankSet, path: Path, step: int) -> bool:
         reference = None
-        if self._reference_step is not None and step > self._reference_step:
-            reference = self._path(self._reference_step)
+        if self.reference_step is not None and step > self.reference_step:
+            reference = self._path(self.reference_step)
         try:
             loaded = await ranks.load(path, reference)
         except (RemoteError, WeightsCorrupt, Rejected, ValueError) as err:
@@ -264,7 +264,7 @@ class RankKeeper:
         complete = self.complete_checkpoints()
         for step, path in complete[: -self._keep_checkpoints]:
             is_kept = self._keep_every is not None and step % self._keep_every == 0
-            if is_kept or step == self._reference_step:
+            if is_kept or step == self.reference_step:
                 continue
             (path / COMPLETE_FILE).unlink()  # first: half of it is no checkpoint
             shutil.rmtree(path)

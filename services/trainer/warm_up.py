@@ -90,7 +90,7 @@ async def warm_up(steps: StepTaker, *, source: PromptSource, pause_asked: asynci
             if pause_asked.is_set():
                 raise JobPaused("paused on request")
             await _step(steps, pairs, source)
-    await steps.parts.keeper.save_reference()
+    await steps.parts.keeper.save_reference()  # of a process that died before it could
 
 
 async def _step(steps: StepTaker, pairs: Sequence[EncodedPair], source: PromptSource) -> None:
@@ -103,7 +103,10 @@ async def _step(steps: StepTaker, pairs: Sequence[EncodedPair], source: PromptSo
         number = await steps.commit(batch, facts, DroppedGroups(0, 0.0, 0))
     await steps.train(number)
     with watch.part("checkpoint"):
-        await steps.save_if_due()
+        if number == steps.parts.keeper.reference_step:
+            await steps.parts.keeper.save_reference()
+        else:
+            await steps.save_if_due()
     steps.tell(number, watch)
 
 

@@ -329,7 +329,7 @@ async def test_the_reference_is_what_the_warm_up_made_whoever_dies(
         assert sorted(world.references) == [3, 4, 5, 6]
         kept = json.loads((tmp_path / "run/checkpoints/step00000002/complete.json").read_text())
         assert set(world.references.values()) == {bytes.fromhex(kept["weights"])}
-        held = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+        held = {path.name for path in (tmp_path / "run/checkpoints").glob("step*")}
         assert held == {"step00000002", "step00000006"}
 
 
