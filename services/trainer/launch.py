@@ -26,6 +26,7 @@ LEARNER = ("-m", "services.trainer.learner")
 RECORD_FILE = "ranks.json"
 MARK = "TANDEM_RANKS"
 ADDRESS_VARIABLE = "TANDEM_CHANNEL"  # where rank 0 finds the conductor
+LISTEN_VARIABLE = "TANDEM_LISTEN"  # where ranks of one node serve their parts of a version
 WATCHDOG_DIR = "watchdog"
 WATCHDOG_VARIABLE = "TANDEM_WATCHDOG_DIR"
 TIMEOUT_VARIABLE = "TANDEM_COLLECTIVE_TIMEOUT_S"

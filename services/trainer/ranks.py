@@ -22,6 +22,7 @@ from pydantic import Field
 
 from services.trainer.launch import (
     ADDRESS_VARIABLE,
+    LISTEN_VARIABLE,
     MARK,
     WATCHDOG_DIR,
     Launch,
@@ -124,12 +125,13 @@ class Ranks:
         run_dir: Path,
         deadlines: RankDeadlines,
         board: LaunchBoard | None = None,
+        listen: str = "127.0.0.1",
     ) -> Self:
         """Start the processes and have them load the job's first weights.
 
-        `run_dir` is absolute. Other nodes read from `board` what to start. Raises `RanksLost`,
-        ValueError for a site value that is not set or a node that refuses, or what the ranks say of
-        the weights.
+        `run_dir` is absolute. Servers reach ranks of one node where they `listen`; other nodes
+        read from `board` what to start. Raises `RanksLost`, ValueError for a site value that is not
+        set or a node that refuses, or what the ranks say of the weights.
         """
         mark = mark_of(run_dir, 0)
         kill_marked(MARK, mark)  # what a killed conductor may have left
@@ -143,7 +145,7 @@ class Ranks:
                 num_ranks=job.layout.world,
                 stall_s=job.actor.watchdog.stall_s,
             )
-            process = await _spawn(launch, listener.address)
+            process = await _spawn(launch, listener.address, listen)
             stack.push_async_callback(process.wait)
             stack.callback(kill_marked, MARK, mark)  # runs first
             ranks = cls(stack, process, run_dir / LOG_FILE, watch)
@@ -282,12 +284,12 @@ class Ranks:
         return f"{self._log_path} ends with: " + " | ".join(line.strip() for line in lines)
 
 
-async def _spawn(launch: Launch, address: str) -> asyncio.subprocess.Process:
+async def _spawn(launch: Launch, address: str, listen: str) -> asyncio.subprocess.Process:
     prepare_to_fork()
     with (Path(launch.run_dir) / LOG_FILE).open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *launch.command(0),
-            env={**launch.variables(0), ADDRESS_VARIABLE: address},
+            env={**launch.variables(0), ADDRESS_VARIABLE: address, LISTEN_VARIABLE: listen},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

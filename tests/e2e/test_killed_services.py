@@ -3,10 +3,8 @@
 import asyncio
 import os
 import signal
-import sqlite3
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +13,7 @@ from services.cli.document import read_job
 from services.cli.stack import choose_ports, stack_programs
 from services.client import TandemClient
 from shared.local_stack import Stack, running
+from tests.balanced_books import check_books
 
 ROOT = Path(__file__).parents[2]
 STEPS = 14
@@ -46,7 +45,7 @@ async def test_every_group_is_trained_once_whichever_process_is_killed(tmp_path:
         summary = await client.summary(job_id)
     assert (status.state, status.step, status.error) == ("finished", STEPS, None)
     run_dir = runs_dir / job_id
-    _check_books(run_dir / "books.sqlite", summary)
+    check_books(run_dir / "books.sqlite", summary, steps=STEPS)
     assert [entry["step"] for entry in summary["evaluations"]] == [0, 7, 14]
     assert (run_dir / "report.html").is_file()
 
@@ -71,18 +70,3 @@ def _rank_pid(stack: Stack) -> int:
         if "services.trainer.learner" in child.cmdline() and not child.children():
             return child.pid
     raise AssertionError("the trainer has no rank")
-
-
-def _check_books(path: Path, summary: dict[str, Any]) -> None:
-    db = sqlite3.connect(path)
-    groups = db.execute("SELECT group_id, state, step FROM groups").fetchall()
-    steps = db.execute("SELECT step, batch_facts, result FROM steps ORDER BY step").fetchall()
-    db.close()
-    assert len({group_id for group_id, _, _ in groups}) == len(groups)
-    assert [step for step, _, _ in steps] == list(range(1, STEPS + 1))
-    for step, _, result in steps:
-        assert result is not None
-        trained = sum(1 for _, state, of in groups if state == "trained" and of == step)
-        assert trained == 16, f"step {step} trained {trained} groups"
-    by_state = {state: sum(1 for _, s, _ in groups if s == state) for _, state, _ in groups}
-    assert summary["groups"]["trained"] == by_state["trained"] == 16 * STEPS

@@ -8,8 +8,11 @@ import socket
 from pathlib import Path
 
 from services.trainer.engine.agreement import gather_bytes
+from services.trainer.launch import LISTEN_VARIABLE
 from shared.weights.manifest import MANIFEST_FILE, delta_file, shard_file
 from shared.weights.shard_server import Kind, ShardServer
+
+EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
 
 
 class OwnShards:
@@ -17,8 +20,9 @@ class OwnShards:
 
     def __init__(self, weights: Path) -> None:
         self._weights = weights
-        host = _host()
-        self._server = ShardServer(self._find, host=host)
+        listen = _listen()
+        host = socket.gethostname() if listen in EVERYWHERE else listen
+        self._server = ShardServer(self._find, host=listen)
         self.urls = [
             url.decode() for url in gather_bytes(f"http://{host}:{self._server.port}".encode())
         ]
@@ -32,7 +36,7 @@ class OwnShards:
         return path if path.exists() and (folder / MANIFEST_FILE).exists() else None
 
 
-def _host() -> str:
-    """Loopback unless ranks are on several nodes."""
+def _listen() -> str:
+    """Where the conductor listens, if all ranks are on its node; else this node's own name."""
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return "127.0.0.1" if one_node else socket.gethostname()
+    return os.environ.get(LISTEN_VARIABLE, "127.0.0.1") if one_node else socket.gethostname()

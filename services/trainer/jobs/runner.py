@@ -197,6 +197,7 @@ class JobRunner:
                 run_dir=run_dir,
                 deadlines=self._config.ranks,
                 board=self._board,
+                listen=self._config.host,
             )
 
         return start

@@ -1,5 +1,6 @@
 """A rank serves what it has written, and tells all ranks where."""
 
+import socket
 from pathlib import Path
 
 import httpx
@@ -7,12 +8,17 @@ import pytest
 
 from services.trainer.engine import own_shards
 from services.trainer.engine.own_shards import OwnShards
+from services.trainer.launch import LISTEN_VARIABLE
 from shared.weights.manifest import MANIFEST_FILE, shard_file
 
 
+@pytest.mark.parametrize(
+    ("listen", "host"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())]
+)
 def test_finished_versions_are_served_and_every_rank_knows_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen: str, host: str
 ) -> None:
+    monkeypatch.setenv(LISTEN_VARIABLE, listen)
     monkeypatch.setattr(own_shards, "gather_bytes", lambda mine: [b"http://rank-0", mine])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -23,7 +29,7 @@ def test_finished_versions_are_served_and_every_rank_knows_where(
     shards = OwnShards(tmp_path)
     first, ours = shards.urls
     assert first == "http://rank-0"
-    assert ours.startswith("http://127.0.0.1:")
+    assert ours.startswith(f"http://{host}:")
     with httpx.Client() as http:
         assert http.get(f"{ours}/v1/weights/3/shards/1").content == b"bytes"
         for missing in ("3/shards/0", "3/deltas/1", "4/shards/1"):
