@@ -206,12 +206,12 @@ async def test_a_group_ends_once_enough_of_its_samples_are_complete(
         done = await world.engine.generate(replace(request, enough=2))
         assert [one.finish_reason for one in done] == ["abort", "length", "abort", "length"]
         assert [one.version_spans for one in done] == [[(number, n)] for n in (1, 4, 1, 4)]
-        assert sorted(rid.rpartition(".")[2] for rid in world.fake.aborted) == ["0;", "2;"]
+        assert {rid.rpartition(".")[2] for rid in world.fake.aborted} == {"0;", "2;"}
         assert world.engine.num_running == 0
-        world.fake.endless = frozenset()
+        world.fake.endless, before = frozenset(), len(world.fake.aborted)
         again = await world.engine.generate(replace(request, request_id="next", enough=4))
         assert {one.finish_reason for one in again} == {"length"}
-        assert len(world.fake.aborted) == 2
+        assert len(world.fake.aborted) == before
 
 
 async def test_samples_of_a_group_that_ended_early_are_the_ones_that_were_complete(

@@ -263,6 +263,18 @@ async def test_oversized_document_is_refused(trainer: Trainer) -> None:
     assert answer.status_code == 413
 
 
+async def test_a_jobs_warnings_are_in_the_answer_and_in_its_status(trainer: Trainer) -> None:
+    sampling = {"context_length": 32, "max_response_tokens": 8, "top_p": 0.9}
+    answer = await trainer.http.post("/v1/jobs", json=trainer.document(sampling=sampling))
+    told = answer.json()["warnings"]
+    assert [warning.partition(":")[0] for warning in told] == [
+        "no eval section",
+        "sampling.top_p 0.9",
+    ]
+    status = await trainer.http.get(f"/v1/jobs/{answer.json()['job_id']}")
+    assert status.json()["warnings"] == told
+
+
 async def test_repeated_submission_with_a_key_is_one_job(trainer: Trainer) -> None:
     headers = {"Idempotency-Key": "k1"}
     answers = [

@@ -40,6 +40,7 @@ log = structlog.get_logger()
 
 _HOME_S = 60.0  # for running sequences to come back when told to
 _CALL_S = 1800.0
+_ABORT_AGAIN_S = 1.0
 
 
 class SGLangEngine:
@@ -208,16 +209,17 @@ class SGLangEngine:
         """Each sequence in a call of its own; the rest are aborted when `enough` are complete."""
         bodies = single_bodies(body)
         calls = [asyncio.create_task(self._answers(one, call_id)) for one in bodies]
-        running, are_aborted = set(calls), False
+        running = set(calls)
         try:
             while running:
-                ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                ended, running = await asyncio.wait(
+                    running, timeout=_ABORT_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 enough -= sum(is_complete(call.result().get(0)) for call in ended)
-                if enough <= 0 and not are_aborted:
-                    are_aborted = True
-                    for call, one in zip(calls, bodies, strict=True):
-                        if call in running:
-                            await self.server.client.abort(one["rid"][0])
+                for call, one in zip(calls, bodies, strict=True):
+                    # Also again: the server may not have known the sequence yet.
+                    if enough <= 0 and call in running:
+                        await self.server.client.abort(one["rid"][0])
         finally:
             for call in running:
                 await end(call)
