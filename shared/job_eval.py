@@ -15,9 +15,12 @@ class SuiteSection(Section):
     suite: str
     """Name shown in reports."""
     data: DataSection
+    """Where the problems are."""
     samples_per_problem: int = Field(8, gt=0)
     temperature: float = Field(1.0, gt=0)
+    """Of sampling."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Of sampling."""
     top_k: int = Field(0, ge=0)
     """0 keeps every token."""
     min_p: float = Field(0.0, ge=0, le=1)
@@ -25,12 +28,17 @@ class SuiteSection(Section):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     """This and the next two: for SGLang servers; the embedded engine refuses them."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
+    """Of sampling."""
     repetition_penalty: float = Field(1.0, gt=0, le=2)
+    """Of sampling."""
     max_response_tokens: int = Field(gt=0)
+    """Of each completion."""
     budgets: list[Annotated[int, Field(gt=0)]] = Field(default_factory=list)
     """Smaller response budgets to report, too; the same samples cut there tell what they were."""
     grader: GraderName = "aime"
+    """Name of the grader."""
     max_problems: int | None = Field(None, gt=0)
+    """Only the first so many."""
 
     @model_validator(mode="after")
     def _budgets_are_smaller(self) -> Self:

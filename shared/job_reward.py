@@ -27,7 +27,9 @@ class RewardPart(Section):
     """One more grader of the same response. Example: grader = "format", weight = 0.1."""
 
     grader: GraderName
+    """Name of the grader."""
     weight: float = 1.0
+    """What its score is multiplied by."""
 
 
 class OverlongSection(Section):
@@ -38,6 +40,7 @@ class OverlongSection(Section):
     buffer_tokens: int = Field(gt=0)
     """The last tokens before `max_tokens`, over which the loss grows from nothing."""
     weight: float = Field(1.0, gt=0)
+    """What the punishment is multiplied by."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:

@@ -19,7 +19,9 @@ MAX_NESTING = 32
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
     max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
 
     def pack(self) -> bytes:
@@ -44,15 +46,21 @@ class SamplingParams(Message):
     """How one completion is sampled; recorded log-probabilities are at `temperature`."""
 
     temperature: float = Field(1.0, gt=0)
+    """Of the softmax that is sampled from."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """The smallest set of tokens that holds so much probability."""
     top_k: int = Field(0, ge=0, description="0 keeps every token")
     min_p: float = Field(
         0.0, ge=0, le=1, description="tokens below this share of the likeliest one's are left out"
     )
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """Taken off a token's logit for each time that it came."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
+    """Taken off the logit of every token that came."""
     repetition_penalty: float = Field(1.0, gt=0, le=2)
+    """Divides positive and multiplies negative logits of tokens that came."""
     max_response_tokens: int = Field(gt=0)
+    """Then the completion ends, with `length`."""
     stop_token_ids: list[int] = Field([], description="none: nothing but the length ends it")
 
     @property
@@ -152,8 +160,10 @@ class RolloutGroup(Message):
 class Score(Message):
     kind: Literal["score"] = "score"
     value: float
+    """What the answer is worth."""
     extracted: str = Field("", description="the answer the grader read")
     reason: str = ""
+    """How the grader came to it."""
 
     @model_validator(mode="after")
     def _finite(self) -> Self:
@@ -165,16 +175,19 @@ class Score(Message):
 class Unparseable(Message):
     kind: Literal["unparseable"] = "unparseable"
     reason: str = ""
+    """Why nothing could be read."""
 
 
 class Timeout(Message):
     kind: Literal["timeout"] = "timeout"
     after_s: float
+    """The limit that was reached."""
 
 
 class GraderError(Message):
     kind: Literal["error"] = "error"
     reason: str
+    """What failed."""
 
 
 Outcome = Annotated[Score | Unparseable | Timeout | GraderError, Field(discriminator="kind")]

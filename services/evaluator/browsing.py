@@ -2,9 +2,9 @@
 
 import asyncio
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import HTMLResponse
 
 from services.evaluator import pages
@@ -13,6 +13,9 @@ from services.evaluator.comparison import NotComparable, Verdict
 
 _UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "no such evaluation"}}
 _PAIR = _UNKNOWN | {422: {"description": "the two have no problem in common"}}
+
+Before = Annotated[str, Query(description="the earlier one, as job/evaluation")]
+After = Annotated[str, Query(description="the later one, as job/evaluation")]
 
 router = APIRouter(tags=["evaluations"])
 
@@ -24,7 +27,7 @@ async def index(request: Request) -> HTMLResponse:
 
 
 @router.get("/evals/compare", response_class=HTMLResponse, responses=_PAIR)
-async def compare(before: str, after: str, request: Request) -> HTMLResponse:
+async def compare(before: Before, after: After, request: Request) -> HTMLResponse:
     """Two evaluations, each named job/evaluation: what changed, what was gained and lost."""
     return await _page(_comparison, _archive(request), before, after)
 
@@ -41,7 +44,7 @@ async def problem(job_id: str, stem: str, row: int, request: Request) -> HTMLRes
 
 
 @router.get("/v1/evals/compare", responses=_PAIR)
-async def comparison(before: str, after: str, request: Request) -> dict[str, Any]:
+async def comparison(before: Before, after: After, request: Request) -> dict[str, Any]:
     """The comparison's numbers; problems are named by their rows."""
     found = await _off_the_loop(_archive(request).compare, before, after)
     return {

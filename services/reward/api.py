@@ -27,14 +27,19 @@ def _text_of_number(value: Any) -> Any:
 class GradeItem(BaseModel):
     """One check. Example: {"response": "so \\\\boxed{7}", "gold": 7, "grader": "math"}."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     response: str
+    """What the policy wrote."""
     gold: Annotated[str, BeforeValidator(_text_of_number)]
+    """The right answer."""
     grader: str = "math"
+    """Name of the grader."""
     timeout_s: float | None = Field(None, gt=0, description="default: the service's")
     parts: list[RewardPart] = []
+    """Further graders and their weights."""
     overlong: OverlongSection | None = None
+    """Punishment of long responses."""
     num_tokens: int = Field(0, ge=0, description="of the response, for the penalty for length")
 
     def asked(self, default_timeout_s: float) -> Asked:
@@ -52,9 +57,10 @@ class GradeItem(BaseModel):
 class GradeRequest(BaseModel):
     """`{"items": [...]}`, or the fields of one item."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     items: list[GradeItem]
+    """What to grade, up to 10,000."""
 
     @model_validator(mode="before")
     @classmethod
@@ -63,7 +69,10 @@ class GradeRequest(BaseModel):
 
 
 class GradeResponse(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     outcomes: list[Outcome]
+    """One for each item, in order."""
 
 
 @router.post(

@@ -34,14 +34,16 @@ _UPDATE_PROBLEMS = _PROBLEMS | {404: {"description": "no update of that version"
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Prompt(_Body):
     """Token ids or text. Example: {"text": "37+48="}."""
 
     token_ids: list[int] | None = None
+    """The prompt as tokens."""
     text: str | None = None
+    """Or as text, which is encoded as it stands."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "Prompt":
@@ -54,38 +56,55 @@ class GenerateRequest(_Body):
     """Sample i of prompt j is seeded by (seed, j, i)."""
 
     prompts: list[Prompt] = Field(min_length=1)
+    """What to complete."""
     num_samples: int = Field(1, gt=0)
+    """Completions of each."""
     sampling: SamplingParams
+    """How."""
     seed: int = 0
+    """Sample i of prompt j is seeded by (seed, j, i)."""
     policy_version: int | None = Field(None, description="refuse to sample with any other")
     timeout_s: float = Field(600.0, gt=0)
+    """Seconds for all of it."""
 
 
 class Sample(_Body):
     token_ids: list[int]
+    """Its tokens, the stop token included."""
     logprobs: list[float]
+    """Of the sampled tokens, at the sampling temperature."""
     text: str
+    """Without the stop token."""
     finish_reason: str
+    """`stop`, `length` or `abort`."""
     version_spans: list[dict[str, int]]
+    """Which version sampled how many tokens, in order."""
 
 
 class GenerateResponse(_Body):
     policy_version: int
+    """The version served at the end."""
     results: list[list[Sample]]
+    """Samples of each prompt, in order."""
 
 
 class ScoreRequest(_Body):
     sequences: list[Annotated[list[int], Field(min_length=2)]] = Field(min_length=1)
+    """Token ids; tokens 1 to T-1 of each are scored."""
     temperature: float = Field(1.0, gt=0)
+    """Log-probabilities are at this temperature."""
     policy_version: int | None = Field(None, description="refuse to score with any other")
     timeout_s: float = Field(600.0, gt=0)
+    """Seconds for all of it."""
 
 
 class ScoreResponse(_Body):
     """logprobs[i][t] is of token t + 1 of sequence i."""
 
     policy_version: int
+    """The version that scored."""
     logprobs: list[list[float]]
+    """T-1 numbers for each sequence of T tokens."""
 
 
 @router.post("/generate", responses=_PROBLEMS, tags=["sampling"])

@@ -43,46 +43,77 @@ router = APIRouter(prefix="/v1", tags=["jobs"])
 
 
 class Submitted(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     job_id: str
+    """Its name from now on."""
     warnings: list[str]
+    """What the job does without, one sentence each."""
 
 
 class JobStatus(BaseModel):
     """Example state: 'running'; `counts` are groups by state and by reason."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     job_id: str
+    """Its name, `<name>-<4 hex>`."""
     name: str
+    """As its document says."""
     state: str
+    """`queued`, `running`, `paused`, `finished`, `failed` or `cancelled`."""
     step: int
+    """The newest step whose batch is durable."""
     steps: int
+    """Steps in all."""
     policy_version: int
+    """The version that this step makes."""
     created_at_s: float
+    """Unix time of its submission."""
     error: str | None
+    """Why it is paused or failed."""
     warnings: list[str]
+    """What the job does without, one sentence each."""
     counts: dict[str, int]
+    """Groups by state, and by reason as `dropped:no_variance`."""
     last: dict[str, float]
+    """Numbers of the newest step by name."""
 
 
 class JobList(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     jobs: list[JobStatus]
+    """Oldest first."""
 
 
 class ServerList(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     servers: list[dict[str, Any]]
+    """One record a replica: service, name, url, state, version."""
 
 
 class ScoreRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     sequences: list[list[TokenId]] = Field(max_length=MAX_SCORE_SEQUENCES)
+    """Token ids; tokens 1 to T-1 of each are scored."""
     temperature: float = Field(1.0, gt=0)
+    """Log-probabilities are at this temperature."""
     policy_version: int | None = None
+    """Answer 409 unless this version is held; default: the one that is."""
     timeout_s: float = Field(120.0, gt=0, le=3600)
+    """How long to wait for the ranks."""
 
 
 class Scores(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     policy_version: int
+    """The version that scored."""
     logprobs: list[list[float]]
+    """T-1 numbers for each sequence of T tokens."""
 
 
 class _State:
@@ -108,7 +139,9 @@ class _State:
 
 
 State = Annotated[_State, Depends()]
-IdempotencyKey = Annotated[str | None, Header(max_length=200)]
+IdempotencyKey = Annotated[
+    str | None, Header(max_length=200, description="the same key is the same job, however often")
+]
 
 
 def at_most(max_bytes: int) -> Any:
@@ -182,8 +215,10 @@ async def follow(
     state: State,
     request: Request,
     job_id: str,
-    after: Annotated[int, Query(ge=0)] = 0,
-    last_event_id: Annotated[int | None, Header(ge=0)] = None,
+    after: Annotated[int, Query(ge=0, description="lines that the reader has")] = 0,
+    last_event_id: Annotated[
+        int | None, Header(ge=0, description="the same, as browsers say it when they come back")
+    ] = None,
 ) -> StreamingResponse:
     """Server-sent events: the lines of the run's events.jsonl from line `after` on, then new ones.
 

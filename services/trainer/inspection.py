@@ -3,7 +3,7 @@
 import asyncio
 
 from fastapi import APIRouter, HTTPException, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from services.trainer.conductor import Conductor
 from services.trainer.drift import fields_of
@@ -18,12 +18,20 @@ router = APIRouter(prefix="/v1", tags=["jobs"])
 class Attributed(BaseModel):
     """`parts` by source add up to `whole`, the mean |Δ log p| of the step's samples."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     step: int
+    """The step whose samples were scored."""
     policy_version: int
+    """The version held while they were."""
     num_tokens: int
+    """Response tokens that were scored."""
     whole: float
+    """Mean |Δ log p| of the step."""
     parts: dict[str, float]
+    """What each source adds to it."""
     explained_share: float
+    """Share of `whole` that the parts add up to."""
 
 
 @router.post(

@@ -42,20 +42,26 @@ _VARIABLES = {
 class Launch(BaseModel):
     """One start of all ranks. Example: nodes 2, ranks_per_node 8, host '10.0.0.1'."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     number: int
     """Of this start, in order of time; another number means: end yours, start these."""
     nodes: int
+    """Nodes that take part."""
     ranks_per_node: int
+    """Processes on each of them."""
     host: str
+    """Of the rendezvous."""
     port: int
+    """Of the rendezvous."""
     timeout_s: float
+    """How long nodes wait for each other."""
     run_dir: str
     """Of all nodes: the run folder is on a file system that they share."""
     environment: dict[str, str]
     """`$SITE_…` values are each node's own."""
     program: list[str] = Field(default_factory=lambda: list(LEARNER))
+    """Arguments of torchrun."""
 
     @field_validator("environment")
     @classmethod

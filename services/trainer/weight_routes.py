@@ -22,10 +22,16 @@ router = APIRouter(prefix="/v1", tags=["weights"])
 class KeptVersion(BaseModel):
     """A version that can be served; `is_whole` is False where it would be rebuilt first."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     policy_version: int
+    """Its number."""
     is_whole: bool
+    """Whether it is kept as whole weights, not as changes."""
     stored_bytes: int
+    """What it takes on disk."""
     base_version: int | None
+    """The version that its changes are of."""
     effective_checksum: str | None = Field(description="null before a server has served it")
     servers: list[str] = Field(description="that serve it now")
 
@@ -33,17 +39,23 @@ class KeptVersion(BaseModel):
 class KeptVersions(BaseModel):
     """`rolled_back_to` is null while the current version is the one to serve."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     current: int | None
+    """The newest version."""
     rolled_back_to: int | None
+    """The older version that servers shall serve instead."""
     versions: list[KeptVersion]
+    """Oldest first."""
 
 
 class RollBack(BaseModel):
     """The current version ends a rollback. Example: {"to": 17}."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     to: int = Field(ge=0)
+    """The version to serve; the current one ends a rollback."""
 
 
 @router.get("/jobs/{job_id}/weights", responses={404: {"description": "no such job in progress"}})

@@ -16,7 +16,7 @@ WalkMode = Literal["none", "chained", "isolated"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Side(_Part):
@@ -70,10 +70,15 @@ class WalkPoint(_Part):
     """`departure` is None where a value is not finite; `share` is that of rows that depart."""
 
     name: str
+    """Of the sub-module."""
     label: str
+    """In words."""
     departure: float | None
+    """Relative difference of the states behind it."""
     row: int
+    """The token that departs most."""
     share: float = 0.0
+    """Share of tokens beyond the tolerance."""
 
     @property
     def size(self) -> float:
@@ -85,13 +90,21 @@ class WalkResult(_Part):
     """`isolated`: each block got the streams of `ours`, so that departures do not add up."""
 
     mode: WalkMode
+    """How the states were compared."""
     verdict: str
+    """What the walk says, in a sentence."""
     first: str | None
+    """The first sub-module that departs."""
     suspects: list[str]
+    """Others that may."""
     tolerance: float
+    """What still counts as equal."""
     row_share: float = 0.0
+    """Share of tokens that must depart."""
     num_tokens: int
+    """Tokens walked."""
     points: list[WalkPoint]
+    """Sub-modules in order."""
 
     @classmethod
     def of(cls, walk: Walk, *, mode: WalkMode, num_tokens: int) -> Self:

@@ -27,18 +27,24 @@ Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="xxh3-128
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class TensorEntry(_Strict):
     """Bytes [offset, offset + num_bytes) of shard `shard` are this tensor, C order."""
 
     name: str
+    """As in a release."""
     shape: list[Size]
+    """Of the whole tensor."""
     dtype: DType
+    """As safetensors writes it."""
     shard: int = Field(ge=0)
+    """The shard that it lies in."""
     offset: int = Field(ge=0)
+    """Bytes from the shard's start."""
     num_bytes: int = Field(ge=0)
+    """Its length."""
     checksum: Checksum
 
     @model_validator(mode="after")
@@ -60,9 +66,12 @@ class ShardEntry(_Strict):
     """
 
     index: int = Field(ge=0)
+    """From 0."""
     num_bytes: int = Field(ge=0)
+    """Its length."""
     checksum: Checksum
     part: int = Field(0, ge=0)
+    """The rank that wrote it."""
 
 
 class DeltaTensor(_Strict):
@@ -72,17 +81,23 @@ class DeltaTensor(_Strict):
     """
 
     name: str
+    """As in the manifest."""
     encoding: Literal["delta", "full"]
+    """How its changes are written."""
     offset: int = Field(ge=0)
+    """Bytes from the delta shard's start."""
     num_bytes: int = Field(ge=0)
+    """Length of its changes."""
 
 
 class DeltaShard(_Strict):
     """What turns the base's tensors into those of one shard."""
 
     num_bytes: int = Field(ge=0)
+    """Its length."""
     checksum: Checksum
     tensors: list[DeltaTensor]
+    """Those that it changes."""
 
     @model_validator(mode="after")
     def _tensors_lie_apart(self) -> Self:
@@ -99,7 +114,9 @@ class Delta(_Strict):
     """
 
     base_version: int = Field(ge=0)
+    """The version that the changes are of."""
     shards: list[DeltaShard | None]
+    """One for each shard of the manifest."""
 
 
 class Manifest(_Strict):
@@ -107,10 +124,15 @@ class Manifest(_Strict):
 
     format: Literal[1] = 1
     job_id: str
+    """The job that made it."""
     policy_version: int = Field(ge=0)
+    """The version."""
     shards: list[ShardEntry]
+    """All of them, by index."""
     tensors: list[TensorEntry]
+    """All of them."""
     delta: Delta | None = None
+    """The same as changes of an earlier version, where there is one."""
 
     @property
     def num_bytes(self) -> int:

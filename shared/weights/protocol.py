@@ -14,7 +14,7 @@ PauseMode = Literal["in_place", "retract", "abort"]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ProbeSequence(_Strict):
@@ -24,8 +24,11 @@ class ProbeSequence(_Strict):
     """
 
     token_ids: list[int] = Field(min_length=2)
+    """The tokens."""
     logprobs: list[float]
+    """What the trainer gives them."""
     num_context_tokens: int = Field(1, ge=1)
+    """The first so many are not scored."""
 
     @model_validator(mode="after")
     def _something_is_compared(self) -> Self:
@@ -45,7 +48,9 @@ class Probe(_Strict):
     """The new version must score `sequences` within `max_mean_abs_delta` of the trainer."""
 
     sequences: list[ProbeSequence]
+    """What is scored."""
     max_mean_abs_delta: float = Field(gt=0)
+    """Beyond this the version is refused."""
 
 
 class GroupTransfer(_Strict):
@@ -53,11 +58,16 @@ class GroupTransfer(_Strict):
 
     name: str = Field(description="of this attempt, so that no other one's members meet it")
     backend: Literal["gloo", "nccl"]
+    """`nccl` or `gloo`."""
     host: str
+    """Of the group's rendezvous."""
     port: int = Field(gt=0, le=65535)
+    """Of the group's rendezvous."""
     rank: int = Field(ge=0)
+    """Of the receiver."""
     members: list[str] = Field(min_length=2, description="by rank: owners of parts, then servers")
     deadline_s: float = Field(gt=0)
+    """Seconds for the whole transfer."""
 
     @property
     def size(self) -> int:
@@ -72,9 +82,13 @@ class BeginUpdate(_Strict):
     """
 
     job_id: str
+    """The job that the weights are of."""
     version: int = Field(ge=0)
+    """The version to stage."""
     base_version: int | None = None
+    """The version that changes are of; null: whole tensors."""
     manifest: Manifest
+    """Names, shapes, places and checksums of all tensors."""
     sources: list[str] = Field(
         description="base URLs of registered peers that may have any shard, in the order to ask"
     )
@@ -99,7 +113,9 @@ class CommitUpdate(_Strict):
     """POST /v1/weights/updates/{version}/commit."""
 
     pause_mode: PauseMode = "in_place"
+    """What becomes of completions under way."""
     probe: Probe | None = None
+    """What has to hold before the version is served."""
     effective_checksum: Checksum | None = Field(
         None, description="of another server with this version; one that differs is refused"
     )
@@ -109,12 +125,17 @@ class UpdateStatus(_Strict):
     """GET /v1/weights/updates/{version}."""
 
     version: int
+    """The version."""
     state: UpdateState
+    """How far it is."""
     staged_bytes: int = 0
+    """What is here."""
     total_bytes: int = 0
+    """What there is."""
     pulled_bytes: int = Field(0, description="that came over the wire")
     rebuilt_shards: int = Field(0, description="that were made from the base and what changed")
     error: str = ""
+    """Why it failed, with the tensor's name."""
 
 
 class CommitResult(_Strict):
@@ -125,10 +146,17 @@ class CommitResult(_Strict):
     """
 
     version: int
+    """The version that is served."""
     pause_s: float
+    """How long sampling stood still."""
     load_s: float
+    """Copying the weights."""
     restore_s: float
+    """Rebuilding quantised state."""
     probe_s: float
+    """Scoring the probe."""
     resume_s: float
+    """Going on."""
     probe_mean_abs_delta: float | None = None
+    """Mean |Δ log p| of the probe."""
     effective_checksum: Checksum

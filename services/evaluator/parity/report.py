@@ -22,91 +22,144 @@ Decode = Callable[[list[int]], str]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
 
 class Figures(_Part):
     """Δ = log p(ours) - log p(theirs); k1 and k3 estimate KL(ours ‖ theirs) of sampled tokens."""
 
     num_sequences: int
+    """Sequences compared."""
     num_tokens: int
+    """Tokens compared."""
     num_not_finite: int
+    """Tokens without a number on one side."""
     mean: Number
+    """Mean |Δ log p|."""
     p50: Number
+    """Median |Δ log p|."""
     p99: Number
+    """99th percentile of |Δ log p|."""
     max: Number
+    """Largest |Δ log p|."""
     k1: Number
+    """Mean of log p differences, an estimate of the KL divergence."""
     k3: Number
+    """Low-variance estimate of the KL divergence, never negative."""
 
 
 class Worst(_Part):
     """One token in context; texts are None where no tokenizer is known."""
 
     sequence: int
+    """Which sequence."""
     position: int
+    """Which token of it."""
     token_id: int
+    """The token."""
     ours: Number
+    """Our log p of it."""
     theirs: Number
+    """The other side's."""
     delta: Number
+    """Their difference."""
     before: list[int]
+    """Token ids before it."""
     after: list[int]
+    """Token ids after it."""
     before_text: str | None = None
+    """The text before it."""
     token_text: str | None = None
+    """Its own text."""
     after_text: str | None = None
+    """The text after it."""
 
 
 class PositionBin(_Part):
     start: int
+    """First position of the bin."""
     stop: int
+    """Position behind its last one."""
     num: int
+    """Tokens in it."""
     mean: Number
+    """Their mean |Δ log p|."""
     max: Number
+    """Their largest |Δ log p|."""
 
 
 class Histogram(_Part):
     edges: list[float]
+    """Bounds of the bins of |Δ log p|."""
     counts: list[int]
+    """Tokens in each bin."""
 
 
 class ReportBounds(_Part):
     mean: float | None
+    """Bound of the mean."""
     p99: float | None
+    """Bound of the 99th percentile."""
     max: float | None
+    """Bound of the largest."""
     k3: float | None
+    """Bound of k3."""
 
 
 class ParityReport(_Part):
     """GET /v1/parity/{id}, `parity --json`. Example verdict: 'mean |Δ log p| 0.05 exceeds 0.04'."""
 
     ours: str
+    """The one side."""
     theirs: str
+    """The other side."""
     passed: bool
+    """Whether no bound was exceeded."""
     violations: list[str]
+    """Which bounds were, one sentence each."""
     bounds: ReportBounds
+    """What was allowed."""
     figures: Figures
+    """What was measured."""
     sampled_by_ours: bool
+    """Whether our side sampled the tokens."""
     policy_version: int | None = None
+    """The version that both held."""
     temperature: float = 1.0
+    """Log-probabilities are at this temperature."""
     argmax_agreement: Number = None
+    """Share of positions at which both would choose the same token."""
     routing_agreement: dict[int, float] | None = None
+    """Share of expert choices that agree."""
     decoding: Figures | None = None
     """The sampler against itself: what it recorded while sampling, and its score of the same."""
     worst: list[Worst]
+    """The tokens that differ most."""
     by_position: list[PositionBin]
+    """|Δ log p| along the sequence."""
     histogram: Histogram
+    """How |Δ log p| is distributed."""
     walk: WalkResult | None = None
+    """Where the inner states part."""
     notes: list[str] = []
+    """What the comparison could not tell."""
     seconds: float = 0.0
+    """How long it took."""
     at_s: float
+    """Unix time of its end."""
 
 
 class ParityStatus(_Part):
     """GET /v1/parity/{id}; `report` is there once `state` is 'finished'."""
 
     parity_id: str
+    """Its name."""
     state: Literal["queued", "running", "finished", "failed"]
+    """Where it is."""
     error: str = ""
+    """Why it failed."""
     report: ParityReport | None = None
+    """What was found, once it is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,12 +37,16 @@ MAX_SEQUENCES = 256
 class ParityBounds(BaseModel):
     """What still passes; null does not bound."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     mean: float | None = Field(0.04, ge=0)
+    """Of the mean |Δ log p|."""
     p99: float | None = Field(None, ge=0)
+    """Of its 99th percentile."""
     max: float | None = Field(None, ge=0)
+    """Of the largest."""
     k3: float | None = Field(None, ge=0)
+    """Of k3, the estimate of the KL divergence."""
 
 
 class ParityRequest(BaseModel):
@@ -59,9 +63,13 @@ class ParityRequest(BaseModel):
     sequences: list[list[int]] | None = Field(None, min_length=1, max_length=MAX_SEQUENCES)
     """Tokens to score as they are; nothing is sampled."""
     num_samples: int = Field(4, gt=0, le=64)
+    """Completions of each prompt."""
     max_response_tokens: int = Field(64, gt=0)
+    """Of each completion."""
     temperature: float = Field(1.0, gt=0)
+    """At which they are sampled and scored."""
     seed: int = Field(0, ge=0)
+    """Of the samples."""
     policy_version: int | None = Field(None, ge=0)
     """Compare exactly this version; default: the one that the trainer holds."""
     walk: bool = False
@@ -69,7 +77,9 @@ class ParityRequest(BaseModel):
     tolerance: float | None = Field(None, gt=0)
     """Of the walk, relative; default: what the trainer's dtype allows."""
     bounds: ParityBounds = ParityBounds()
+    """What still passes."""
     deadline_s: float = Field(120.0, gt=0, le=3600)
+    """Seconds for all of it."""
 
     @model_validator(mode="after")
     def _one_kind_of_tokens(self) -> Self:
