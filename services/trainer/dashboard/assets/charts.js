@@ -188,7 +188,7 @@ function options(chart, colours, box) {
     bands: chart.bands,
     axes: [
       { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 45 },
-      { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatted(tick))), filter: chart.logarithmic ? readable : undefined },
+      { ...axis, grid: { ...axis.grid, filter: chart.logarithmic ? decades : undefined }, size: 46, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatted(tick))), filter: chart.logarithmic ? readable : undefined },
     ],
     cursor: {
       sync: { key: "steps", setSeries: false },
@@ -200,6 +200,7 @@ function options(chart, colours, box) {
 
 // On a logarithmic axis label 1, 2 and 5 of each decade.
 const readable = (_, ticks) => ticks.map((tick) => ([1, 2, 5].includes(Number(tick.toExponential(3).split("e")[0])) ? tick : null));
+const decades = (_, ticks) => ticks.map((tick) => (Number(tick.toExponential(3).split("e")[0]) === 1 ? tick : null));
 const positive = (values) => values.map((value) => (value > 0 ? value : null));
 
 function padded(min, max) {
