@@ -131,9 +131,14 @@ class Launch(BaseModel):
 class Refusal(BaseModel):
     """A node will not start its ranks. Example: number 7, node 1, reason 'no such run folder'."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     number: int
+    """Of the start that it refuses."""
     node: int = Field(ge=1)
+    """Which node it is."""
     reason: str = Field(max_length=500)
+    """Why it will not start its ranks."""
 
 
 class LaunchBoard:
