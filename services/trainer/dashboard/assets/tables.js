@@ -117,7 +117,8 @@ export function updates(run) {
   ]);
   const made = element("div");
   const legend = element("p", undefined, "phases soft");
-  for (const name of ["wait", ...UPDATE_PHASES]) legend.append(element("i", "", "phase " + name), name + " ");
+  const [first, ...others] = UPDATE_PHASES;
+  for (const name of [first, "wait", ...others]) legend.append(element("i", "", "phase " + name), name + " ");
   if (rows.length) made.append(legend);
   made.append(table(["at", "server", "version", "phases", "took", "pulled", "probe |Δ log p|"], rows));
   return made;
