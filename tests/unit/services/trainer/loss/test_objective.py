@@ -194,14 +194,19 @@ def test_zero_advantages_give_zero_gradient(mix: str) -> None:
     assert not new.grad.any()
 
 
+@pytest.mark.parametrize("recorded", [-800.0, -3e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mix", MIXES)
-def test_extreme_log_probabilities_give_numbers(mix: str, dtype: torch.dtype) -> None:
-    """Ratios of e^±800 between any two of actor, its old self, sampler and reference."""
+def test_extreme_log_probabilities_give_numbers(
+    mix: str, dtype: torch.dtype, recorded: float
+) -> None:
+    """Ratios of e^±800 between any two of actor, its old self, sampler and reference; and whatever
+    FP32 can write in a sampler's message."""
     extremes = torch.tensor([0.0, -800.0], dtype=dtype)
     new, old, sampler, reference = (
         one.flatten() for one in torch.meshgrid([extremes] * 4, indexing="ij")
     )
+    sampler = sampler.where(sampler == 0, recorded)
     for sign in (1.0, -1.0):
         places = torch.arange(len(new))
         ones = torch.ones_like(new)
