@@ -188,7 +188,7 @@ function options(chart, colours, box) {
     bands: chart.bands,
     axes: [
       { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 45 },
-      { ...axis, grid: { ...axis.grid, filter: chart.logarithmic ? decades : undefined }, size: 46, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatted(tick))), filter: chart.logarithmic ? readable : undefined },
+      { ...axis, grid: chart.logarithmic ? { ...axis.grid, filter: decades } : axis.grid, size: 46, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatted(tick))), filter: chart.logarithmic ? readable : undefined },
     ],
     cursor: {
       sync: { key: "steps", setSeries: false },
