@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from services.trainer.fp8.emulated import EmulatedFp8
+from services.trainer.fp8.products import EXACT
 from services.trainer.megatron.measure import measure
 from services.trainer.megatron.tracker import MemoryTracker
 from shared.models.deepseek_v4.architecture import Architecture
@@ -48,6 +50,13 @@ def test_the_plan_holds(
     assert planned.optimizer == pytest.approx(found.optimizer, rel=0.01)
     activations = planned.activations + planned.working + planned.buffers
     assert activations == pytest.approx(found.activations, rel=0.25)
+
+
+def test_fp8_products_hold_no_more_than_exact_ones(megatron: None) -> None:
+    """Rounded copies are gone before anything larger is made."""
+    asked = setup("bfloat16", 64, "none")
+    exact, fp8 = (measure(DEMO, asked, products=kind) for kind in (EXACT, EmulatedFp8()))
+    assert fp8.activations == pytest.approx(exact.activations, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

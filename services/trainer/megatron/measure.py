@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.trainer.fp8.products import EXACT, Products, products_as
 from services.trainer.megatron.optimizer import build_optimizer, wrap
 from services.trainer.megatron.tracker import MemoryTracker
 from services.trainer.models.deepseek_v4.config import transformer_config
@@ -26,7 +27,7 @@ class Measured:
     activations: int
 
 
-def measure(architecture: Architecture, setup: Setup) -> Measured:
+def measure(architecture: Architecture, setup: Setup, *, products: Products = EXACT) -> Measured:
     """One micro-batch of `setup` through a new model of one rank; Megatron's groups exist."""
     with MemoryTracker() as tracker:
         config = transformer_config(architecture, dtype=setup.dtype, initialise=True)
@@ -40,7 +41,8 @@ def measure(architecture: Architecture, setup: Setup) -> Measured:
         states = tracker.live_bytes
         sequences = _samples(architecture, setup)
         tracker.restart_peak()
-        _one_pass(wrapped, sequences, setup)
+        with products_as(model, products):
+            _one_pass(wrapped, sequences, setup)
         return Measured(
             weights, gradients, states - weights - gradients, tracker.peak_bytes - states
         )
