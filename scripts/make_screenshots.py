@@ -91,6 +91,7 @@ async def _take_all(chromium: Browser, url: str) -> None:
     await _save(page, "samples")
     page = await _page(chromium, url, "light", width=390, height=844)
     await page.locator("#charts .u-wrap").nth(11).wait_for()
+    await page.locator("#tiles dd").last.wait_for()
     await _save(page, "dashboard-small")
     page = await _page(chromium, f"{url}/evals", "light")
     await page.locator("table a").first.click()

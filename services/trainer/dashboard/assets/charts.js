@@ -198,9 +198,13 @@ function options(chart, colours, box) {
   };
 }
 
-// On a logarithmic axis label 1, 2 and 5 of each decade.
-const readable = (_, ticks) => ticks.map((tick) => ([1, 2, 5].includes(Number(tick.toExponential(3).split("e")[0])) ? tick : null));
-const decades = (_, ticks) => ticks.map((tick) => (Number(tick.toExponential(3).split("e")[0]) === 1 ? tick : null));
+// On a logarithmic axis label 1, 2 and 5 of each decade, or 1 alone where there are many.
+const readable = (_, ticks) => {
+  const digits = ticks.at(-1) / ticks[0] > 3e4 ? [1] : [1, 2, 5];
+  return ticks.map((tick) => (digits.includes(leading(tick)) ? tick : null));
+};
+const leading = (tick) => Number(tick.toExponential(3).split("e")[0]);
+const decades = (_, ticks) => ticks.map((tick) => (leading(tick) === 1 ? tick : null));
 const positive = (values) => values.map((value) => (value > 0 ? value : null));
 
 function padded(min, max) {
