@@ -42,6 +42,8 @@ class FakeServer:
     calls: list[str] = field(default_factory=list)
     url: str = ""
     label: str = "default"
+    chunk: int = 0  # scores behind so many tokens are of the token before
+    breaks_next_health: bool = False  # the connection, not the server
     breaks_next_stream: bool = False  # in the middle of every sequence
     endless: frozenset[int] = frozenset()  # samples that run until they are aborted
     aborted: list[str] = field(default_factory=list)
@@ -61,8 +63,8 @@ class FakeServer:
 
         app.get("/server_info")(self._info)
         app.get("/model_info")(self._model)
-        for path in ("/health", "/health_generate"):
-            app.get(path)(self._ok)
+        app.get("/health")(self._ok)
+        app.get("/health_generate")(self._health)
         app.post("/generate")(self._generate)
         for path in ("/pause_generation", "/continue_generation"):
             app.post(path)(self._ok)
@@ -83,6 +85,12 @@ class FakeServer:
 
     async def _ok(self) -> dict[str, Any]:
         return {"success": True, "message": ""}
+
+    async def _health(self) -> Any:
+        if self.breaks_next_health:
+            self.breaks_next_health = False
+            return StreamingResponse(_broken(), headers={"content-length": "2"})
+        return await self._ok()
 
     async def _info(self) -> dict[str, Any]:
         return {"version": "0.5.23", "tp_size": 1}
@@ -193,7 +201,10 @@ class FakeServer:
                 [score, token, None] for score, token in zip(scores[at:], new, strict=True)
             ]
         if body.get("logprob_start_len") == 0:
-            pairs = zip([None, *scores[: len(ids) - 1]], ids, strict=True)
+            last = int(self._weights["head.weight"].shape[0]) - 1 if self._weights else -1
+            told = [0 if token == last else token for token in ids]  # as SGLang does
+            told = told[: self.chunk] + told[self.chunk - 1 : -1] if self.chunk else told
+            pairs = zip([None, *scores[: len(ids) - 1]], told, strict=True)
             meta["input_token_logprobs"] = [[score, token, None] for score, token in pairs]
         return {"output_ids": new, "meta_info": meta}
 
@@ -203,6 +214,11 @@ class FakeServer:
         if key not in self._cached:
             self._cached[key] = [float(x) for x in reference_logprobs(self._weights, ids)]
         return self._cached[key]
+
+
+async def _broken() -> AsyncIterator[str]:
+    raise ConnectionResetError
+    yield ""
 
 
 @contextlib.asynccontextmanager

@@ -187,6 +187,29 @@ async def test_an_attached_server_that_came_back_is_loaded_again(tmp_path: Path)
         np.testing.assert_allclose(found[0], reference_logprobs(OLD, PROBE[0]), atol=1e-5)
 
 
+async def test_scores_of_other_tokens_are_refused_and_the_last_token_is_known(
+    tmp_path: Path,
+) -> None:
+    """SGLang repeats the vocabulary's last token as 0 and scores it right."""
+    async with attached(FakeServer(), tmp_path) as world:
+        await world.activate(OLD)
+        ids = [*PROBE[0], world.engine.spec.arch.vocab_size - 1, *PROBE[1]]
+        (found,) = await world.engine.score_now([ids])
+        np.testing.assert_allclose(found, reference_logprobs(OLD, ids), atol=1e-5)
+        world.fake.chunk = 8
+        with pytest.raises(
+            ServerRefused, match="position 8 of 21 is of token 20, asked was token 21"
+        ):
+            await world.engine.score_now([ids])
+
+
+async def test_a_broken_connection_is_no_lost_server(tmp_path: Path) -> None:
+    async with attached(FakeServer(), tmp_path) as world:
+        world.fake.breaks_next_health = True
+        assert await world.engine.server.is_well()
+        assert world.fake.calls.count("/health_generate") == 2
+
+
 @pytest.mark.parametrize("stream_interval", [0, 1])
 async def test_a_group_ends_once_enough_of_its_samples_are_complete(
     tmp_path: Path, stream_interval: int

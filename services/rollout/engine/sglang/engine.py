@@ -110,7 +110,11 @@ class SGLangEngine:
         call_id = f"score-{next(self._numbers)}"
         body = score_body(sequences, call_id=call_id)
         answers = await self.server.client.score(body, timeout_s=_CALL_S)
-        return [scores_of(one, ids) for one, ids in zip(answers, sequences, strict=True)]
+        size = self.spec.arch.vocab_size
+        return [
+            scores_of(one, ids, vocab_size=size)
+            for one, ids in zip(answers, sequences, strict=True)
+        ]
 
     async def abort(self, request_id: str) -> None:
         """End a request now; whoever waits for it gets what it has."""

@@ -167,11 +167,21 @@ def score_body(sequences: list[list[int]], *, call_id: str) -> dict[str, Any]:
     }
 
 
-def scores_of(answer: dict[str, Any], token_ids: list[int]) -> np.ndarray:
-    """FP32 log-probabilities of tokens 1.. at temperature 1."""
+def scores_of(answer: dict[str, Any], token_ids: list[int], *, vocab_size: int) -> np.ndarray:
+    """FP32 log-probabilities of tokens 1.. at temperature 1. `ServerRefused` for other tokens.
+
+    SGLang scores the vocabulary's last token as any other and repeats its id as 0 (it takes it for
+    an image's placeholder): nothing else may differ from what was asked.
+    """
     pairs = answer["meta_info"]["input_token_logprobs"]
-    if [pair[1] for pair in pairs] != token_ids:
+    if len(pairs) != len(token_ids):
         raise ServerRefused(f"{len(pairs)} scores came for {len(token_ids)} tokens")
+    for position, (pair, token) in enumerate(zip(pairs, token_ids, strict=True)):
+        if pair[1] != token and not (pair[1] == 0 and token == vocab_size - 1):
+            raise ServerRefused(
+                f"the score at position {position} of {len(token_ids)} is of token {pair[1]}, "
+                f"asked was token {token}"
+            )
     return np.array([_number(pair[0]) for pair in pairs[1:]], np.float32)
 
 

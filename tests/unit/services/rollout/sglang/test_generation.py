@@ -135,9 +135,18 @@ def test_reasons_to_end_are_mapped_and_others_refused() -> None:
 
 def test_scores_are_of_the_tokens_that_were_asked_for() -> None:
     found = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 6, None]]}}
-    np.testing.assert_allclose(scores_of(found, [5, 6]), [-1.5])
-    with pytest.raises(ServerRefused, match="2 scores came for 2 tokens"):
-        scores_of(found, [5, 7])
+    np.testing.assert_allclose(scores_of(found, [5, 6], vocab_size=100), [-1.5])
+    with pytest.raises(ServerRefused, match="position 1 of 2 is of token 6, asked was token 7"):
+        scores_of(found, [5, 7], vocab_size=100)
+    with pytest.raises(ServerRefused, match="2 scores came for 3 tokens"):
+        scores_of(found, [5, 6, 7], vocab_size=100)
+
+
+def test_the_last_token_of_the_vocabulary_comes_back_as_zero() -> None:
+    found = {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.5, 0, None]]}}
+    np.testing.assert_allclose(scores_of(found, [99, 99], vocab_size=100), [-1.5])
+    with pytest.raises(ServerRefused, match="position 1 of 2 is of token 0, asked was token 98"):
+        scores_of(found, [99, 98], vocab_size=100)
 
 
 def routed(ids: np.ndarray) -> dict[str, object]:
