@@ -24,6 +24,8 @@ _NOT_NOW = (502, 503, 504)
 _EXCERPT_CHARS = 500
 _MAX_ERROR_CHARS = 2**16  # a refused job lists each wrong key
 _CHUNK_BYTES = 2**20
+# A server closes a connection after 5 s without a request (uvicorn's default): never race with it.
+_LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
 
 
 class HttpClient:
@@ -40,6 +42,7 @@ class HttpClient:
         self._attempts = attempts
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s, connect=5.0),
+            limits=_LIMITS,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             transport=transport,
         )

@@ -8,8 +8,12 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
+import structlog
+
 from shared.errors import HttpFailed, TandemError
 from shared.http import HttpClient
+
+log = structlog.get_logger()
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -33,24 +37,25 @@ class SGLangClient:
 
     async def info(self) -> dict[str, Any]:
         """Version, arguments and the class that is served."""
-        answer = await self._http.get(f"{self.url}/server_info", timeout_s=_CONTROL_S)
+        answer = await self._ask("/server_info", timeout_s=_CONTROL_S)
         return dict(answer)
 
     async def endpoints(self) -> set[str]:
         """Paths of its OpenAPI document."""
-        answer = await self._http.get(f"{self.url}/openapi.json", timeout_s=_CONTROL_S)
+        answer = await self._ask("/openapi.json", timeout_s=_CONTROL_S)
         return set(answer["paths"])
 
     async def label_served(self) -> str:
         """The version's name that its tokens carry."""
-        answer = await self._http.get(f"{self.url}/model_info", timeout_s=_CONTROL_S)
+        answer = await self._ask("/model_info", timeout_s=_CONTROL_S)
         return str(answer["weight_version"])
 
     async def is_well(self, *, timeout_s: float) -> bool:
         """Whether the scheduler, not only HTTP, answers in time."""
         try:
-            await self._http.get(f"{self.url}/health_generate", timeout_s=timeout_s)
-        except HttpFailed:
+            await self._ask("/health_generate", timeout_s=timeout_s)
+        except HttpFailed as err:
+            log.warning("sglang_unwell", error=str(err))
             return False
         return True
 
@@ -115,6 +120,17 @@ class SGLangClient:
             raise ServerRefused(f"{path}: {err}") from err
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise ServerRefused(f"{path}: {str(answer)[:500]}")
+
+    async def _ask(self, path: str, *, timeout_s: float) -> Any:
+        """A question. A broken connection says nothing of the server: it is asked once more."""
+        url = f"{self.url}{path}"
+        try:
+            return await self._http.get(url, timeout_s=timeout_s)
+        except HttpFailed as err:
+            if err.status is not None or err.is_late:
+                raise
+            log.info("sglang_asked_again", error=str(err))
+        return await self._http.get(url, timeout_s=timeout_s)
 
     async def _control(self, path: str, body: dict[str, Any]) -> None:
         await self._http.post(f"{self.url}{path}", body, timeout_s=_CONTROL_S, idempotent=True)

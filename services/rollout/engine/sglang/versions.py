@@ -128,7 +128,8 @@ class Versions:
             return True
         try:
             found = await self._server.client.label_served()
-        except HttpFailed:
+        except HttpFailed as err:
+            log.warning("sglang_label_unread", error=str(err))
             return False
         return found == str(self.good.policy_version)
 
