@@ -35,7 +35,7 @@ CONTEXT = 8191
 BOUND = 0.02  # mean |delta log p| of the probes: far below what A and B differ by
 _generator = np.random.default_rng(0)
 TEXTS = [_generator.integers(2, SINGLE.vocab_size, n).tolist() for n in (300, 600, 2600)]
-"""The longest has more compressed entries than the indexer picks."""
+"""The longest has more compressed entries than the indexer picks, and the last token."""
 
 # Several servers and an actor share the GPU: a fraction is of what is free when a server starts.
 # Chunks of 2048 tokens: more would compile further mixing kernels.

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.quant.fp8 import dequantise_fp8, e4m3_exponent, power_of_two, quantise_fp8
+from shared.quant.fp8 import (
+    dequantise_fp8,
+    e4m3_exponent,
+    e4m3_values,
+    power_of_two,
+    quantise_fp8,
+)
 from tests.unit.shared.quant.twins import E4M3_POSITIVE, rounded_group, scale_exponent
 
 
@@ -68,6 +74,15 @@ def test_dequantised_values_quantise_to_themselves() -> None:
         values = dequantise_fp8(*quantise_fp8(random_matrix(256, 200, seed=seed)))
         assert torch.equal(dequantise_fp8(*quantise_fp8(values)), values)
         assert torch.equal(values.bfloat16().float(), values)
+
+
+def test_every_finite_code_has_its_value_to_the_bit() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    expected = codes.float()
+    finite = ~expected.isnan()
+    assert int(finite.sum()) == 254
+    found = e4m3_values(codes)[finite]
+    assert torch.equal(found.view(torch.int32), expected[finite].view(torch.int32))
 
 
 def test_scales_in_fp32_mean_the_same() -> None:
