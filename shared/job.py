@@ -142,10 +142,11 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _sampler_records(self) -> Self:
-        if self.actor.replay.indexer and self.rollout.engine != "embedded":
+        ranks = self.rollout.sglang.tensor_parallel
+        if self.actor.replay.indexer and self.rollout.engine == "sglang" and ranks > 1:
             raise ValueError(
-                f"actor.replay.indexer needs rollout.engine 'embedded': {self.rollout.engine!r} "
-                f"does not tell which entries it chose"
+                f"actor.replay.indexer needs rollout.sglang.tensor_parallel 1, not {ranks}: SGLang "
+                "tells the entries of one rank's attention"
             )
         return self
 

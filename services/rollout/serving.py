@@ -124,9 +124,9 @@ def engine_spec(job: Job, arch: Architecture, config: RolloutConfig) -> EngineSp
 def server_spec(job: Job, config: SGLangConfig) -> ServerSpec:
     """The server that the job asks for, as this machine runs it."""
     asked, replay = job.rollout.sglang, job.actor.replay
-    if replay.routing and config.platform == "cpu":
+    if (replay.routing or replay.indexer) and config.platform == "cpu":
         raise ValueError(
-            "actor.replay.routing: an SGLang server on the CPU tells no routed experts"
+            "actor.replay: an SGLang server on the CPU tells neither routed experts nor entries"
         )
     return ServerSpec(
         checkpoint=str(expand_path(job.model.rollout_checkpoint).absolute()),

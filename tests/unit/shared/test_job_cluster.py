@@ -42,8 +42,11 @@ def make_job(**sections: Any) -> Job:
         ({"actor": {"kernels": {"mhc_pre": "triton"}}}, "no known mix"),
         ({"actor": {"max_tokens_per_gpu": 8}}, "leaves no room for a prompt"),
         (
-            {"rollout": {"engine": "sglang"}, "actor": {"replay": {"indexer": True}}},
-            "actor.replay.indexer needs rollout.engine 'embedded': 'sglang' does not tell",
+            {
+                "rollout": {"engine": "sglang", "sglang": {"tensor_parallel": 2}},
+                "actor": {"replay": {"indexer": True}},
+            },
+            "actor.replay.indexer needs rollout.sglang.tensor_parallel 1, not 2",
         ),
     ],
 )

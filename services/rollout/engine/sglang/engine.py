@@ -23,6 +23,7 @@ from services.rollout.engine.requests import Completion, EngineSpec, GroupReques
 from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.generation import (
     Sequence,
+    has_routes,
     interrupted,
     is_complete,
     request_body,
@@ -31,7 +32,7 @@ from services.rollout.engine.sglang.generation import (
     sequence_id,
     single_bodies,
 )
-from services.rollout.engine.sglang.routes import Tables, expert_ids
+from services.rollout.engine.sglang.routes import Tables, joined, routes_of
 from services.rollout.engine.sglang.server import Server
 from shared.errors import DeadlineExceeded, HttpFailed, Retryable
 from shared.tasks import end, wait_for_event
@@ -183,9 +184,7 @@ class SGLangEngine:
         complete."""
         version = self._require(None)
         call_id = f"{request.request_id}/{next(self._numbers)}"
-        body = request_body(
-            request, sequences, call_id=call_id, context_length=self.spec.context_length
-        )
+        body = request_body(request, sequences, call_id=call_id, spec=self.spec)
         self._calls[call_id] = sequences
         self._idle.clear()
         try:
@@ -199,8 +198,8 @@ class SGLangEngine:
                 one.extend(answer, policy_version=version)
                 if request.with_routes:
                     ids = request.prompt_token_ids.tolist() + one.token_ids
-                    found = expert_ids(answer["meta_info"], ids, self.spec.arch, self.tables)
-                    one.keep_routes(found)
+                    found = routes_of(answer["meta_info"], ids, self.spec, self.tables)
+                    one.routes = joined(one.routes, found)
                 self.tokens_sampled += len(one.token_ids) - before
         finally:
             del self._calls[call_id]
@@ -235,7 +234,7 @@ class SGLangEngine:
         client, server = self.server.client, self.server.spec
         found: dict[int, dict[str, Any]] = {}
         try:
-            if server.stream_interval and not body["return_routed_experts"]:
+            if server.stream_interval and not has_routes(body):
                 async for index, answer in client.stream(body, timeout_s=_CALL_S):
                     found[index] = answer  # noqa: PERF403  kept when the stream breaks
             else:

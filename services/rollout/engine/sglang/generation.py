@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engine.requests import Completion, GroupRequest
+from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
 from services.rollout.engine.sampling import sample_key
 from services.rollout.engine.sglang.client import ServerRefused
 from shared.messages import FinishReason
@@ -29,7 +29,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
-    expert_ids: np.ndarray | None = None  # [T, layers, k] of the inputs so far
+    routes: TokenRoutes | None = None  # of the inputs so far
 
     @classmethod
     def of(cls, sample: int, partial: Completion | None) -> "Sequence":
@@ -40,7 +40,7 @@ class Sequence:
             partial.token_ids.tolist(),
             partial.logprobs.tolist(),
             list(partial.version_spans),
-            expert_ids=None if partial.routes is None else partial.routes.expert_ids,
+            routes=partial.routes,
         )
 
     def completion(self) -> Completion:
@@ -49,7 +49,7 @@ class Sequence:
             np.array(self.logprobs, np.float32),
             self.spans,
             self.finish_reason,
-            None if self.expert_ids is None else TokenRoutes(self.expert_ids, None),
+            self.routes,
         )
 
     def extend(self, answer: dict[str, Any], *, policy_version: int) -> None:
@@ -67,11 +67,6 @@ class Sequence:
         elif ids:
             self.spans.append((policy_version, len(ids)))
         self.finish_reason = finish_reason(meta["finish_reason"])
-
-    def keep_routes(self, found: np.ndarray) -> None:
-        """Rows of inputs that are new; those that an earlier call used stay as they were."""
-        known = self.expert_ids
-        self.expert_ids = found if known is None else np.concatenate([known, found[len(known) :]])
 
 
 def interrupted(answer: dict[str, Any]) -> dict[str, Any]:
@@ -106,11 +101,11 @@ def sequence_id(call_id: str, sample: int) -> str:
 
 
 def request_body(
-    request: GroupRequest, sequences: list[Sequence], *, call_id: str, context_length: int
+    request: GroupRequest, sequences: list[Sequence], *, call_id: str, spec: EngineSpec
 ) -> dict[str, Any]:
     """One `/generate` call that continues `sequences`."""
     prompt = request.prompt_token_ids.tolist()
-    room = min(request.sampling.max_response_tokens, context_length - len(prompt))
+    room = min(request.sampling.max_response_tokens, spec.context_length - len(prompt))
     return {
         "rid": [sequence_id(call_id, one.sample) for one in sequences],
         "input_ids": [prompt + one.token_ids for one in sequences],
@@ -119,7 +114,8 @@ def request_body(
         ],
         "return_logprob": True,
         "logprob_start_len": -1,
-        "return_routed_experts": request.with_routes,
+        "return_routed_experts": request.with_routes and spec.record_experts,
+        "return_indexer_topk": request.with_routes and spec.record_entries,
     }
 
 
@@ -134,6 +130,11 @@ def is_complete(answer: dict[str, Any] | None) -> bool:
     """Whether nothing cut the sequence short."""
     reported = answer and answer["meta_info"]["finish_reason"]
     return bool(reported) and finish_reason(reported) != "abort"
+
+
+def has_routes(body: dict[str, Any]) -> bool:
+    """Whether the answer's end, and nothing before it, tells the choices of all its tokens."""
+    return bool(body["return_routed_experts"] or body["return_indexer_topk"])
 
 
 def _sampling(request: GroupRequest, sequence: Sequence, max_new_tokens: int) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def _gpu(engine: EngineSpec, server: ServerSpec) -> tuple[list[str], dict[str, s
     kernels = chosen(server.kernels, server.platform)
     log.info("sglang_kernels", platform=server.platform, **asdict(kernels))
     arguments = ["--enable-return-routed-experts", *("--mm-feature-transport", "cpu")]
+    if engine.record_entries:
+        arguments.append("--enable-return-indexer-topk")
     return arguments, {
         **environment(kernels, fp4_experts=engine.arch.weight_format == "fp4"),
         # A server compiles what it meets; compiling ahead of that takes minutes at each start.

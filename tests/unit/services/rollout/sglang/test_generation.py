@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engine.requests import Completion, GroupRequest
+from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
 from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.generation import (
     Sequence,
@@ -15,11 +15,20 @@ from services.rollout.engine.sglang.generation import (
     request_body,
     scores_of,
 )
-from services.rollout.engine.sglang.routes import expert_ids
+from services.rollout.engine.sglang.routes import entry_bits, expert_ids, joined, routes_of
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.routes import (
+    TokenRoutes,
+    first_selecting_token,
+    indexed_layers,
+    pack_routes,
+    unpack_bits,
+    unpack_routes,
+)
 
 ARCH = Architecture.load(Path("assets/tiny-dsv4"))
+SPEC = EngineSpec(ARCH, 8, 64, False, 1, record_experts=True, record_entries=True)
 
 
 def answer(ids: list[int], *, version: str = "3", kind: str = "length") -> dict[str, object]:
@@ -55,7 +64,7 @@ def test_calls_add_up_to_one_completion_with_exact_spans() -> None:
 def test_a_partial_completion_goes_on_from_its_tokens() -> None:
     begun = Completion(np.array([8, 9], np.int32), np.zeros(2, np.float32), [(2, 2)], "abort")
     sequences = [Sequence.of(0, begun), Sequence.of(3, None)]
-    body = request_body(request(), sequences, call_id="r/1", context_length=64)
+    body = request_body(request(), sequences, call_id="r/1", spec=SPEC)
     assert body["input_ids"] == [[5, 6, 7, 8, 9], [5, 6, 7]]
     assert [one["max_new_tokens"] for one in body["sampling_params"]] == [8, 10]
     assert body["sampling_params"][0]["top_k"] == -1  # every token, in the server's words
@@ -78,7 +87,7 @@ def test_all_sampling_parameters_reach_the_server() -> None:
         stop_token_ids=[1, 2],
     )
     asked = replace(request(), sampling=sampling)
-    body = request_body(asked, [Sequence(0)], call_id="r/1", context_length=64)
+    body = request_body(asked, [Sequence(0)], call_id="r/1", spec=SPEC)
     found = dict(body["sampling_params"][0])
     assert 0 <= found.pop("sampling_seed") < 2**31
     assert found.pop("max_new_tokens") == 4
@@ -88,12 +97,14 @@ def test_all_sampling_parameters_reach_the_server() -> None:
 
 def test_without_stop_tokens_the_servers_own_end_no_sample() -> None:
     asked = replace(request(), sampling=SamplingParams(max_response_tokens=4))
-    body = request_body(asked, [Sequence(0)], call_id="r/1", context_length=64)
+    body = request_body(asked, [Sequence(0)], call_id="r/1", spec=SPEC)
     assert body["sampling_params"][0]["ignore_eos"] is True
 
 
 def test_the_context_bounds_what_is_asked_for() -> None:
-    body = request_body(request(), [Sequence(0)], call_id="r/1", context_length=8)
+    body = request_body(
+        request(), [Sequence(0)], call_id="r/1", spec=replace(SPEC, context_length=8)
+    )
     assert body["sampling_params"][0]["max_new_tokens"] == 5
 
 
@@ -172,3 +183,64 @@ def test_wrong_expert_ids_are_refused_with_value_and_bound() -> None:
         expert_ids(routed(np.zeros(shape)), [5, 6, 7, 8], ARCH, {})
     with pytest.raises(ServerRefused, match="--enable-return-routed-experts"):
         expert_ids({}, [5, 6, 7], ARCH, {})
+
+
+NUM_TOKENS = 26  # one more than the inputs that have picks
+
+
+def picks(num_inputs: int) -> np.ndarray:
+    """The newest entries that each input sees, -1 where there are fewer: [T, indexed layers, k]."""
+    k = ARCH.index_topk
+    newest = (np.arange(num_inputs) + 1) // 4 - 1
+    one = np.maximum(newest[:, None] - np.arange(k), -1)
+    return one[:, None].repeat(len(indexed_layers(ARCH)), 1)
+
+
+def picked(ids: np.ndarray) -> dict[str, object]:
+    return {"indexer_topk": base64.b64encode(ids.astype("<i4").tobytes()).decode()}
+
+
+def test_picks_become_a_bit_each_from_the_first_token_that_selects() -> None:
+    ids = picks(NUM_TOKENS - 1)
+    bits = entry_bits(picked(ids), list(range(NUM_TOKENS)), ARCH)
+    first = first_selecting_token(ARCH)
+    assert 0 < first < NUM_TOKENS - 1
+    kept = unpack_bits(bits, 6)
+    assert not kept[:first].any()
+    for token in range(first, NUM_TOKENS - 1):
+        for at in range(len(indexed_layers(ARCH))):
+            assert set(np.flatnonzero(kept[token, at])) == set(ids[token, at])
+    packed = pack_routes(TokenRoutes(None, bits))
+    again = unpack_routes(packed, ARCH, NUM_TOKENS - 1, routing=False, indexer=True, of="r")
+    assert (again.entry_bits == bits).all()
+
+
+def test_tokens_of_an_earlier_call_keep_the_choices_they_were_sampled_with() -> None:
+    tokens = list(range(NUM_TOKENS))
+    experts = np.ones((NUM_TOKENS - 1, ARCH.num_hidden_layers, ARCH.num_experts_per_tok), np.int32)
+    whole = routes_of(picked(picks(NUM_TOKENS - 1)) | routed(experts), tokens, SPEC, {})
+    cut = 18
+    earlier = picks(cut - 1)
+    earlier[-1] = earlier[-1, :, :1] - 1 - np.arange(ARCH.index_topk)  # others than later
+    begun = routes_of(picked(earlier) | routed(2 * experts[: cut - 1]), tokens[:cut], SPEC, {})
+    found = joined(begun, whole)
+    assert found.expert_ids is not None
+    assert found.entry_bits is not None
+    assert (found.expert_ids[: cut - 1] == 2).all()
+    assert (found.expert_ids[cut - 1 :] == 1).all()
+    kept = unpack_bits(found.entry_bits, 6)
+    assert set(np.flatnonzero(kept[cut - 2, 0])) == set(earlier[-1, 0])
+    assert whole.entry_bits is not None
+    assert (found.entry_bits[cut - 1 :] == whole.entry_bits[cut - 1 :]).all()
+
+
+@pytest.mark.parametrize("bad", [-1, 6, "twice"])
+def test_picks_that_cannot_be_are_refused_with_the_token(bad: int | str) -> None:
+    ids = picks(NUM_TOKENS - 1)
+    ids[20, 1, 0] = ids[20, 1, 1] if bad == "twice" else bad
+    with pytest.raises(ServerRefused, match=r"token 20: picks .* 3 different ones of its 5"):
+        entry_bits(picked(ids), list(range(NUM_TOKENS)), ARCH)
+    with pytest.raises(ServerRefused, match="150 indexer picks came for"):
+        entry_bits(picked(ids), [1, 2, 3], ARCH)
+    with pytest.raises(ServerRefused, match="--enable-return-indexer-topk"):
+        entry_bits({}, [1, 2, 3], ARCH)

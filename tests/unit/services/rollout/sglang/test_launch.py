@@ -15,7 +15,7 @@ ARCH = Architecture.load(Path("assets/tiny-dsv4"))
 
 
 def engine(server: ServerSpec) -> EngineSpec:
-    return EngineSpec(ARCH, 48, 4096, True, 1, server=server)
+    return EngineSpec(ARCH, 48, 4096, True, 1, record_entries=True, server=server)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
@@ -28,6 +28,8 @@ def test_a_gpu_server_gets_every_path_and_what_updates_need(platform: str) -> No
     assert launch.environment["SGLANG_OPT_USE_FUSED_HASH_TOPK"] == "1"
     text = " ".join(launch.arguments)
     assert "--max-running-requests 48" in text
+    assert "--enable-return-routed-experts" in text
+    assert "--enable-return-indexer-topk" in text
     assert "--max-total-tokens 524288" in text
     assert "--enable-return-routed-experts" in text
 
