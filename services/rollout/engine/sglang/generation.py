@@ -121,9 +121,11 @@ def request_body(
 
 def single_bodies(body: dict[str, Any]) -> list[dict[str, Any]]:
     """The same call as one for each of its sequences."""
-    lists = ("rid", "input_ids", "sampling_params")
-    number = len(body["rid"])
-    return [body | {key: [body[key][index]] for key in lists} for index in range(number)]
+    listed = {key: value for key, value in body.items() if isinstance(value, list)}
+    number = len(body["input_ids"])
+    return [
+        body | {key: [value[index]] for key, value in listed.items()} for index in range(number)
+    ]
 
 
 def is_complete(answer: dict[str, Any] | None) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from services.rollout.engine.sglang.client import PauseMode, ServerRefused, SGLangClient
+from services.rollout.engine.sglang.generation import single_bodies
 from shared.errors import HttpFailed
 from shared.http import HttpClient
 
@@ -126,11 +127,11 @@ async def _each(calls: Sequence[Awaitable[T]]) -> list[T]:
 
 
 def _one_by_one(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The body of a batch as bodies of one sequence."""
-    listed = {key: value for key, value in body.items() if isinstance(value, list)}
-    shared = {key: value for key, value in body.items() if key not in listed}
-    size = len(body["input_ids"])
-    return [shared | {key: value[at] for key, value in listed.items()} for at in range(size)]
+    """The body of a batch as bodies of one sequence, without lists around what is one."""
+    return [
+        {key: value[0] if isinstance(value, list) else value for key, value in one.items()}
+        for one in single_bodies(body)
+    ]
 
 
 def _scores(answers: list[dict[str, Any]]) -> np.ndarray:

@@ -95,9 +95,7 @@ def entry_bits(meta: dict[str, Any], token_ids: list[int], arch: Architecture) -
     bits = np.zeros((num_tokens, len(layers), num_entry_bytes(num_tokens)), np.uint8)
     first = first_selecting_token(arch)
     visible = (np.arange(first, num_tokens) + 1) // C4_RATIO
-    for at, layer in enumerate(
-        layers
-    ):  # one layer at a time: bits are small, what they come of not
+    for at, layer in enumerate(layers):  # one at a time: the bits are small, their source is not
         chosen = picks[first:, at]
         _check_picks(chosen, visible, first, layer)
         kept = np.zeros((len(chosen), num_tokens // C4_RATIO), np.bool_)

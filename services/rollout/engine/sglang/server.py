@@ -116,7 +116,7 @@ class Server:
         try:
             self.client = await client_of(self.client.url, self.spec.token)
         except (HttpFailed, ServerRefused) as err:
-            log.info("sglang_not_reached", url=self.client.url, error=str(err))
+            log.debug("sglang_not_reached", url=self.client.url, error=str(err))
             return False
         if isinstance(self.client, RoutedClient) and self.spec.transport != "disk":
             raise ServerFailed(

@@ -102,9 +102,8 @@ def test_without_stop_tokens_the_servers_own_end_no_sample() -> None:
 
 
 def test_the_context_bounds_what_is_asked_for() -> None:
-    body = request_body(
-        request(), [Sequence(0)], call_id="r/1", spec=replace(SPEC, context_length=8)
-    )
+    narrow = replace(SPEC, context_length=8)
+    body = request_body(request(), [Sequence(0)], call_id="r/1", spec=narrow)
     assert body["sampling_params"][0]["max_new_tokens"] == 5
 
 
