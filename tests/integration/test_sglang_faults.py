@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from services.rollout.engine.requests import EngineSpec, GroupRequest
@@ -44,7 +45,7 @@ class Attached:
     folder: Path
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
-    async def activate(self, stored: dict[str, Tensor]) -> int:
+    async def activate(self, stored: dict[str, Tensor], *, bound: float = 1e-3) -> int:
         number = next(self.numbers)
         staged = self.folder / f"staged-{number}"
         manifest = write_version(staged, stored, number)
@@ -52,7 +53,7 @@ class Attached:
             ProbeSequence(token_ids=ids, logprobs=reference_logprobs(stored, ids).tolist())
             for ids in PROBE
         ]
-        commit = CommitUpdate(probe=Probe(sequences=sequences, max_mean_abs_delta=1e-3))
+        commit = CommitUpdate(probe=Probe(sequences=sequences, max_mean_abs_delta=bound))
         await self.versions.activate(manifest, staged, commit, asked_at_s=time.monotonic())
         return number
 
@@ -130,6 +131,28 @@ async def test_a_fault_is_refused_and_the_old_version_serves(fault: Fault, tmp_p
         np.testing.assert_allclose(found[0], reference_logprobs(OLD, PROBE[0]), atol=1e-5)
         number = await world.activate(NEW)
         assert await world.sample() == [(number, 4)]
+
+
+async def test_one_small_step_that_is_not_taken_is_seen_below_the_probes_bound(
+    tmp_path: Path,
+) -> None:
+    """A step of 1e-4 moves scores by 1e-3, and a job's bound is hundreds of times that."""
+    generator = torch.Generator().manual_seed(3)
+    stepped = dict(OLD)
+    for name, tensor in OLD.items():
+        if tensor.dtype == torch.bfloat16:
+            signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+            stepped[name] = (tensor.float() + 1e-3 * signs).to(torch.bfloat16)
+    async with attached(FakeServer(), tmp_path) as world:
+        old = await world.activate(OLD, bound=0.5)
+        world.fake.faults = ["ignores_weights"]
+        with pytest.raises(WeightsCorrupt, match="to the last bit those of the version before"):
+            await world.activate(stepped, bound=0.5)
+        assert await world.sample() == [(old, 4)]
+        new = await world.activate(stepped, bound=0.5)
+        assert await world.sample() == [(new, 4)]
+        same = await world.activate(stepped, bound=0.5)  # nothing has to move
+        assert await world.sample() == [(same, 4)]
 
 
 async def test_post_processing_that_does_nothing_is_refused(tmp_path: Path) -> None:

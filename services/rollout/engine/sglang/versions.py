@@ -157,19 +157,29 @@ class Versions:
     async def _replace(self, candidate: Good, commit: CommitUpdate, watch: Stopwatch) -> Good:
         """The candidate, proven on the server; the old version is back there if this raises."""
         try:
+            before = await self._scores_before(candidate, commit.probe)
             await self._load(candidate.folder, self.transport)
             watch.lap("restore_s")
-            proven = await self._prove(candidate, commit.probe)
+            try:
+                proven = await self._prove(candidate, commit.probe)
+                _check_moved(before, proven.scores)
+            except WeightsCorrupt as err:
+                proven = await self._heal(candidate, commit.probe, err)
             await self._label(proven)
-        except WeightsCorrupt as err:
-            proven = await self._heal(candidate, commit.probe, err)
-            await self._label(proven)
+        except WeightsCorrupt:
+            raise
         except Exception as err:
             # Whatever it was, the server is half loaded.
             await self._go_back(f"version {candidate.policy_version}: {err!r}")
             raise WeightsCorrupt(f"version {candidate.policy_version}: {err}") from err
         watch.lap("probe_s")
         return proven
+
+    async def _scores_before(self, candidate: Good, probe: Probe | None) -> list[np.ndarray]:
+        """Of the probe by the version that is to be replaced, where the two differ."""
+        if probe is None or self.good is None or self.good.checksum == candidate.checksum:
+            return []
+        return await self._scores([one.token_ids for one in probe.sequences])
 
     async def _load(self, folder: Path, transport: Transport) -> None:
         client, limit_s = self._server.client, self._spec.update_deadline_s
@@ -245,6 +255,19 @@ def _canonical(arch: Architecture, manifest: Manifest, staged: Path) -> dict[str
     except CheckpointInvalid as err:
         raise WeightsCorrupt(f"version {manifest.policy_version}: {err}") from err
     return canonical
+
+
+def _check_moved(before: list[np.ndarray], after: list[np.ndarray]) -> None:
+    """WeightsCorrupt when other weights score as the old ones did, to the last bit.
+
+    One optimiser step moves log-probabilities by far less than a probe's bound, so that a server
+    which said "success" and took nothing would pass it.
+    """
+    if before and all(np.array_equal(one, two) for one, two in zip(before, after, strict=True)):
+        num_tokens = sum(len(one) for one in before)
+        raise WeightsCorrupt(
+            f"probe: {num_tokens} log-probabilities are to the last bit those of the version before"
+        )
 
 
 def config_of(engine: EngineSpec, server: ServerSpec) -> dict[str, Any]:
