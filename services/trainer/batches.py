@@ -158,6 +158,17 @@ def _bad_logprob_share(rollouts: Sequence[Rollout]) -> float:
     return 1.0 - float(are_logprobs(logprobs).mean()) if len(logprobs) else 0.0
 
 
+def dropped_facts(scored: ScoredGroup, verdict: Unusable) -> dict[str, Any]:
+    """By the names of the `group_dropped` event."""
+    rewards = verdict.rewards
+    return {
+        "group_id": scored.group.prompt.group_id,
+        "reason": verdict.reason,
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "outcomes": outcome_counts(scored.outcomes),
+    }
+
+
 def outcome_counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return dict(Counter(outcome.kind for outcome in outcomes))
 

@@ -18,9 +18,9 @@ from services.trainer.admission import Admission, Progress
 from services.trainer.batches import (
     KeptGroup,
     Unusable,
+    dropped_facts,
     graded_rewards,
     judge,
-    outcome_counts,
 )
 from services.trainer.books import Books
 from services.trainer.entries import Group
@@ -285,15 +285,8 @@ class Collector:
         self, session: Session, delivery: Delivery, scored: ScoredGroup, verdict: Unusable
     ) -> None:
         name = scored.group.prompt.group_id
-        rewards = verdict.rewards
-        event = self._events(
-            "group_dropped",
-            group_id=name,
-            reason=verdict.reason,
-            reward_mean=sum(rewards) / len(rewards) if rewards else None,
-            outcomes=outcome_counts(scored.outcomes),
-        )
-        self._books.drop_group(name, reason=verdict.reason, event=event, rewards=rewards)
+        event = self._events("group_dropped", **dropped_facts(scored, verdict))
+        self._books.drop_group(name, reason=verdict.reason, event=event, rewards=verdict.rewards)
         self._record.flush_journal()
         self._settled.labels(verdict.reason).inc()
         self._feeder.forget([name])

@@ -6,20 +6,20 @@ On a CPU bit for bit; where a setting differs (another loss, say), that is the e
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import structlog
-
+from services.trainer.admission import Admission
 from services.trainer.assembly import Parts
-from services.trainer.batches import KeptGroup, Unusable, judge
-from services.trainer.entries import Draw, DroppedGroups
+from services.trainer.batches import KeptGroup, Unusable, dropped_facts, judge
+from services.trainer.entries import Draw
 from services.trainer.recording import RecordedStep, Recording, RecordingUnreadable
 from services.trainer.steps import EndState, JobPaused, StepTaker
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.warm_up import warm_up
 from shared.job import expand_path
-
-log = structlog.get_logger()
+from shared.messages import ScoredGroup
 
 
 class Replayer:
@@ -29,6 +29,7 @@ class Replayer:
         self.parts = parts
         self.pause_asked = asyncio.Event()
         self._steps = StepTaker(parts)
+        self._admission = Admission.of(parts.job)
         self.policy = self._steps.policy
 
     async def run(self) -> None:
@@ -65,20 +66,29 @@ class Replayer:
     async def _take(self, step: RecordedStep, recording: Recording) -> None:
         watch = Stopwatch()
         with watch.part("pack"):
-            groups = await asyncio.to_thread(self._usable, step, recording)
-            self._open_slots(groups)
-            dropped = DroppedGroups(0, step.reward_sum, step.num_rewards)
-            number = await self._steps.commit_groups(self._steps.batch(groups), groups, dropped)
+            groups = await asyncio.to_thread(self._judged, step, recording)
+            kept = [group for group in groups if isinstance(group, KeptGroup)]
+            self._open_slots([group.group_id for group in groups])
+            self._drop([group for group in groups if isinstance(group, _LeftOut)])
+            batch = self._steps.batch(kept)
+            dropped = self.parts.books.close_collection(batch.step)
+            dropped = replace(
+                dropped,
+                reward_sum=dropped.reward_sum + step.reward_sum,
+                num_rewards=dropped.num_rewards + step.num_rewards,
+            )
+            number = await self._steps.commit_groups(batch, kept, dropped)
         result = await self._steps.train(number)
         with watch.part("checkpoint"):
             await self._steps.save_if_due()
         self._steps.tell(number, watch)
         self._steps.check_bounds(result)
 
-    def _usable(self, step: RecordedStep, recording: Recording) -> list[KeptGroup]:
+    def _judged(self, step: RecordedStep, recording: Recording) -> "list[KeptGroup | _LeftOut]":
         """By this job's settings, which may be others than the recorded job's."""
-        job, kept = self.parts.job, []
-        oldest = step.policy_version - job.algorithm.max_lag
+        job, version = self.parts.job, self.parts.progress.policy_version
+        oldest = self._admission.oldest_trainable(self.parts.progress)
+        groups: list[KeptGroup | _LeftOut] = []
         for name in step.group_ids:
             entry = self.parts.books.group(name)
             if entry is not None and entry.state == "dropped":  # in a step that was refused
@@ -86,17 +96,43 @@ class Replayer:
             scored = recording.group(name)
             verdict = judge(scored, job=job, oldest_trainable=oldest)
             if isinstance(verdict, Unusable):
-                log.info("recorded_group_left_out", group_id=name, reason=verdict.reason)
+                groups.append(_LeftOut(scored, verdict))
             else:
-                kept.append(KeptGroup(b"", scored, verdict, recording.routes(name)))
-        if not kept:
-            raise RecordingUnreadable(f"step {step.step}: none of its groups can be trained")
-        return kept
+                groups.append(KeptGroup(b"", scored, verdict, recording.routes(name)))
+        if not any(isinstance(group, KeptGroup) for group in groups):
+            reasons = Counter(one.verdict.reason for one in groups if isinstance(one, _LeftOut))
+            told = ", ".join(f"{num} {reason}" for reason, num in reasons.items()) or "all dropped"
+            raise RecordingUnreadable(
+                f"step {step.step}: none of its groups can be trained ({told}; version {version} "
+                f"is trained with algorithm.max_lag = {job.algorithm.max_lag})"
+            )
+        return groups
 
-    def _open_slots(self, groups: Sequence[KeptGroup]) -> None:
+    def _open_slots(self, group_ids: Sequence[str]) -> None:
         """The books count a group that a killed process opened before it died only once."""
         books = self.parts.books
-        known = [group for group in groups if books.group(group.group_id)]
         first = books.next_draw()
-        new = [group for group in groups if group not in known]
-        books.record_draws([Draw(first + i, group.group_id, 0) for i, group in enumerate(new)])
+        new = [name for name in group_ids if books.group(name) is None]
+        books.record_draws([Draw(first + i, name, 0) for i, name in enumerate(new)])
+
+    def _drop(self, left_out: "Sequence[_LeftOut]") -> None:
+        p = self.parts
+        for one in left_out:
+            verdict = one.verdict
+            event = p.events("group_dropped", **dropped_facts(one.scored, verdict))
+            p.books.drop_group(
+                one.group_id, reason=verdict.reason, event=event, rewards=verdict.rewards
+            )
+        p.record.flush_journal()
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftOut:
+    """A recorded group that this job's settings cannot train."""
+
+    scored: ScoredGroup
+    verdict: Unusable
+
+    @property
+    def group_id(self) -> str:
+        return self.scored.group.prompt.group_id

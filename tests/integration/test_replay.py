@@ -164,6 +164,53 @@ async def test_a_job_that_only_samples_keeps_groups_and_trains_nothing(
     assert [step["lag_max"] for step in events(again.run_dir, "step")] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("max_lag", [0, 2])
+async def test_a_replay_keeps_the_bound_on_lag_of_what_was_only_sampled(
+    redis: Redis, tmp_path: Path, max_lag: int
+) -> None:
+    """The samples stay at version 0 while the version that is trained rises."""
+    await record(redis, tmp_path / "run", mode="rollout_only")
+    again = Replay(redis, tmp_path / "again", tmp_path / "run", algorithm={"max_lag": max_lag})
+    with pytest.raises(
+        RecordingUnreadable,
+        match=rf"step {max_lag + 2}: none .* \(3 too_old; version {max_lag + 1} is trained with "
+        rf"algorithm.max_lag = {max_lag}\)",
+    ):
+        await again.run()
+    assert [step["lag_max"] for step in events(again.run_dir, "step")] == [*range(max_lag + 1)]
+
+
+def age_a_group(run_dir: Path, step: int) -> None:
+    """Turn what the step's first group was sampled with into version 0."""
+    recording = Recording.of_run(run_dir)
+    scored = recording.group(recording.steps()[step - 1].group_ids[0])
+    for rollout in scored.group.rollouts:
+        for span in rollout.version_spans:
+            object.__setattr__(span, "policy_version", 0)
+    recording.keep_group(scored)
+    recording.close()
+
+
+async def test_a_replay_counts_the_groups_that_it_leaves_out(redis: Redis, tmp_path: Path) -> None:
+    """Once, also when a rank died meanwhile."""
+    world = await record(redis, tmp_path / "run")
+    age_a_group(world.run_dir, 2)
+    again = Replay(redis, tmp_path / "again", world.run_dir)
+    again.faults += ["train_step:2"]
+    await again.run()
+    assert [len(names) for _, names in again.history[-3:]] == [2, 3, 3]
+    books = Books(again.run_dir / BOOKS_FILE)
+    assert books.counts() == {
+        "open": 0, "trained": 11, "dropped": 1, "dropped:too_old": 1, "skipped": 0
+    }  # fmt: skip
+    books.close()
+    (dropped,) = events(again.run_dir, "group_dropped")
+    assert dropped["reason"] == "too_old"
+    for name in ("graded_samples", "reward_raw"):
+        recorded = [step[name] for step in world.events("step")]
+        assert [step[name] for step in events(again.run_dir, "step")] == pytest.approx(recorded)
+
+
 async def test_a_job_that_only_samples_goes_on_after_a_crash(redis: Redis, tmp_path: Path) -> None:
     job = make_job(mode="rollout_only", record=True)
     async with running_world(redis, tmp_path / "run", job=job) as world:
@@ -213,7 +260,8 @@ async def test_a_deterministic_job_is_the_same_whoever_comes_first(
     one, other = [await one_run(redis, tmp_path / str(seed), seed) for seed in (1, 2)]
     assert one.history == other.history
     assert one.ranks.weights == other.ranks.weights
-    timed = {"seconds", "step_seconds", "tokens_per_s"}
+    timed = {"seconds", "step_seconds", "tokens_per_s"}  # and what is in line at a moment
+    timed |= {"backlog", "sampled_tokens_per_s", "graded_per_s"}
     metrics = [
         [{k: v for k, v in step.items() if k not in timed} for step in world.events("step")]
         for world in (one, other)
