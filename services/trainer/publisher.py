@@ -7,8 +7,9 @@
 One mechanism for new versions, late joiners, restarted servers and servers released from a hold:
 the target of a server is the version it is held at, or else the one rolled back to, or else the
 current one. Servers are updated in parallel; a slow or dead one costs the others nothing. The first
-commit of a version goes alone (the canary): a version that no server accepts reaches no server. Its
-effective checksum is noted, and a server counts as serving the version once it has said the same.
+commit of a version goes alone (the canary), and who refuses it is asked again before any other: a
+version that fails its probe reaches one server. Its effective checksum is noted, and a server counts
+as serving the version once it has said the same.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ import structlog
 from prometheus_client import Counter
 from redis.asyncio import Redis
 
+from services.trainer.canary import Canary, LeftToCanary
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.fanout import Fanout
 from services.trainer.rounds import Rounds
@@ -49,7 +51,7 @@ NOT_READY = ("idle", "starting", "stopped")
 
 
 class VersionRefused(TandemError):
-    """Every live server says that the version cannot be served."""
+    """The canary, or every live server, says that the version cannot be served."""
 
 
 class Publisher:
@@ -89,12 +91,11 @@ class Publisher:
         self._owners = owners
         self._rounds = rounds
         self._needed_versions = needed_versions
-        self._canary = canary
+        self._canary = Canary(self._is_asked) if canary else None
         self._interval_s = interval_s
         self._fanout = Fanout(shards_url, max_sends=update.max_sends)
         self._servers: dict[str, Server] = {}
         self._slots = asyncio.Semaphore(max_parallel)
-        self._first_commit = asyncio.Lock()
         self._announced_at_s: float | None = None
         self._wake = asyncio.Event()
         self._moved = asyncio.Event()
@@ -121,6 +122,8 @@ class Publisher:
         self.rolled_back_to = version
         for server in self._servers.values():
             server.forget_refusals()
+        if self._canary:
+            self._canary.forget_refusals()
         await self.announce()
         self.reconsider()
 
@@ -187,7 +190,8 @@ class Publisher:
     async def run(self, stop: asyncio.Event) -> None:
         """Reconcile until `stop`, then end what is in flight.
 
-        Raises `VersionRefused` when each server has refused the current version several times.
+        Raises `VersionRefused` when the canary, or each server, has refused the current version
+        several times.
         """
         try:
             while not stop.is_set():
@@ -211,6 +215,8 @@ class Publisher:
             target = self._holds().get(name, self.target)
             if target is None or server.serves(target) or server.is_updating:
                 continue
+            if server.version != target and self._is_left_to_canary(server, target):
+                continue
             if not server.is_quarantined and self._store.manifest(target) is not None:
                 server.updating_to = target
                 server.task = asyncio.create_task(
@@ -227,13 +233,32 @@ class Publisher:
             return
         if version == self.current and self._store.effective(version) is not None:
             return  # some server has served it
-        if not all(one.has_refused(version) for _, one in free):
+        if (error := self._refusal(version, free)) is None:
             return
-        told = "; ".join(f"{name}: {one.last_error}" for name, one in free)
-        error = f"version {version} was refused {MAX_REFUSALS} times by every server. {told}"
         if version == self.current:
             raise VersionRefused(error)
         await self.on_rollback_refused(error)
+
+    def _refusal(self, version: int, free: list[tuple[str, Server]]) -> str | None:
+        """Why it cannot be served, once it was refused as often as there are chances."""
+        told = f"version {version} was refused {MAX_REFUSALS} times by"
+        if self._canary and (name := self._canary.of(version)):
+            canary = self._servers[name]
+            if not canary.has_refused(version):
+                return None
+            return f"{told} {name}, the first server to try it; no other did. {canary.last_error}"
+        if not all(one.has_refused(version) for _, one in free):
+            return None
+        return f"{told} every server. " + "; ".join(f"{n}: {one.last_error}" for n, one in free)
+
+    def _is_asked(self, name: str, version: int) -> bool:
+        """Whether that server is there and is to serve `version`."""
+        return name in self._servers and self._holds().get(name, self.target) == version
+
+    def _is_left_to_canary(self, server: Server, version: int) -> bool:
+        if self._canary is None or self._store.effective(version) is not None:
+            return False
+        return self._canary.is_left_to_another(version, server.name)
 
     async def _known(self, replica: Replica) -> Server:
         server = self._servers.get(replica.name)
@@ -250,6 +275,8 @@ class Publisher:
     async def _forget(self, name: str) -> None:
         if gone := self._servers.pop(name, None):
             self._fanout.forget_server(name)
+            if self._canary:
+                self._canary.forget_server(name)
             self._moved.set()
             if gone.task:
                 await end(gone.task)
@@ -267,6 +294,8 @@ class Publisher:
             self._store.tidy, needed, keep_last=update.keep_versions, keep_bytes=update.keep_bytes
         )
         self._fanout.keep_only(needed)
+        if self._canary:
+            self._canary.keep_only(needed)
         if gone:
             log.info("versions_deleted", policy_versions=gone)
 
@@ -282,7 +311,7 @@ class Publisher:
                 if manifest is None:
                     return  # deleted meanwhile: it is no target any more
                 if await update.serves_already(self._job_id, version):
-                    await self._commit(update, version)
+                    await self._commit(update, server, version, loads=False)
                     self._note_served(server, version)
                     return
                 watch = Stopwatch()
@@ -290,7 +319,11 @@ class Publisher:
                 with watch.part("stage_s"):
                     staged = await update.stage(begin)
                 with watch.part("commit_s"):
-                    result = await self._commit(update, version)
+                    result = await self._commit(update, server, version, loads=True)
+        except LeftToCanary:
+            await update.abort(version)  # what was staged stays there for the next time
+            server.updating_to = None
+            self._moved.set()
         except (HttpFailed, UpdateFailed, DeadlineExceeded, WeightsCorrupt) as err:
             await update.abort(version)
             self._fanout.note_failed(version, server.name)
@@ -340,13 +373,16 @@ class Publisher:
             await register(self._redis, record)
         return urls
 
-    async def _commit(self, update: Transaction, version: int) -> CommitResult:
-        """Activate. As long as no server has accepted the version they try one at a time.
+    async def _commit(
+        self, update: Transaction, server: Server, version: int, *, loads: bool
+    ) -> CommitResult:
+        """Activate. As long as no server has accepted the version the canary tries it alone.
 
-        A server that serves it already, as after an answer that was lost, only says what it has.
+        A server that serves it already, as after an answer that was lost, `loads` nothing and only
+        says what it has.
         """
         if self._canary and self._store.effective(version) is None:
-            async with self._first_commit:
+            async with self._canary.turn(version, server.name, loads=loads):
                 if self._store.effective(version) is None:
                     return await self._commit_now(update, version)
         return await self._commit_now(update, version)
@@ -407,6 +443,8 @@ class Publisher:
     def _note_failed(self, server: Server, version: int, err: TandemError) -> None:
         updates_total().labels("failed").inc()
         backoff_s = server.note_failed(version, str(err), is_refusal=is_refusal(err))
+        if self._canary and not is_refusal(err):
+            self._canary.forget_server(server.name)
         self._moved.set()
         what = {"server": server.name, "policy_version": version, "error": str(err)}
         log.warning("update_failed", **what)

@@ -286,17 +286,40 @@ async def test_a_first_server_that_was_lost_is_compared_when_it_is_back(
         assert any(f"other servers have {'0' * 32}" in error for error in told)
 
 
-async def test_version_that_every_server_refuses_pauses_the_job(
+async def test_version_that_fails_its_probe_reaches_one_server_and_pauses_the_job(
     redis: Redis, tmp_path: Path
 ) -> None:
-    async with running_world(redis, tmp_path / "run", job=make_job(), servers=2) as world:
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=3) as world:
+        world.commit_s = 0.05  # the others have staged it meanwhile
         for server in world.servers.values():
             server.fail_commits = 100
         conductor = world.conductor()
-        with pytest.raises(JobPaused, match=r"version 0 was refused 3 times by every .*probe"):
+        with pytest.raises(JobPaused, match=r"version 0 was refused 3 times by rollout-.*probe"):
             await conductor.run()
         await conductor.close("paused")
+        assert sorted(server.fail_commits for server in world.servers.values()) == [97, 100, 100]
         assert not world.history
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+async def test_another_server_is_asked_once_the_one_that_refused_is_out(
+    redis: Redis, tmp_path: Path, how: str
+) -> None:
+    """One server alone is broken: taken out, or without an answer, it costs the job nothing."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        broken = await world.add_server("rollout-0", fail_commits=100, samples=False)
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await until(lambda: broken.fail_commits == 99)
+        healthy = await world.add_server("rollout-1")
+        if how == "gone":
+            await broken.kill()
+        else:
+            broken.frozen = True
+        await asyncio.wait_for(running, 40)
+        await conductor.close("finished")
+        assert (broken.version, healthy.version) == (None, 4)
+        check_books(world).close()
 
 
 async def test_evaluated_versions_are_pinned(redis: Redis, tmp_path: Path) -> None:
