@@ -10,6 +10,7 @@ a third of new ones. Blocking code for threads.
 import contextlib
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import RawIOBase
@@ -77,7 +78,7 @@ class Stager:
         self._folder = folder
         self._spare = spare
         self._base = _usable(base, request)
-        self._failed: dict[str, int] = {}  # source -> how often
+        self._failed: Counter[tuple[Kind, str]] = Counter()  # sources, how often
         self._lock = threading.Lock()
 
     def bring_all(self) -> None:
@@ -136,7 +137,7 @@ class Stager:
     ) -> None:
         """A file from the first source that has it right. One that failed is asked last."""
         failures: list[str] = []
-        for source in self._sources(shard) * _ATTEMPTS:
+        for source in self._sources(kind, shard) * _ATTEMPTS:
             self._check_wanted()
             url = f"{source.rstrip('/')}/v1/weights/{self._request.version}/{kind}/{shard.index}"
             try:
@@ -147,15 +148,15 @@ class Stager:
             except (HttpFailed, WeightsCorrupt) as err:
                 failures.append(str(err))
                 with self._lock:
-                    self._failed[source] = self._failed.get(source, 0) + 1
+                    self._failed[kind, source] += 1
                 log.warning("shard_refused", kind=kind, shard=shard.index, url=url, error=str(err))
             else:
                 return
         raise WeightsCorrupt("; ".join(dict.fromkeys(failures)))
 
-    def _sources(self, shard: ShardEntry) -> list[str]:
+    def _sources(self, kind: Kind, shard: ShardEntry) -> list[str]:
         owner = self._request.owners[shard.part : shard.part + 1]
-        return sorted([*self._request.sources, *owner], key=lambda one: self._failed.get(one, 0))
+        return sorted([*self._request.sources, *owner], key=lambda one: self._failed[kind, one])
 
     def _fetch(self, url: str, target: Path, num_bytes: int) -> str:
         """The checksum of the file; resumes, and waits while the source itself is sent it."""

@@ -228,6 +228,8 @@ class Updates:
             progress = update.stager.progress
             if (kind, index) in progress.ready:
                 return update.folder / name
+            if kind == "deltas" and update.request.manifest.delta is None:
+                return None  # it comes whole
             come = progress.pulled_bytes + progress.staged_bytes
             return Coming(come) if update.state == "staging" else None
         path = self._path(version) / name

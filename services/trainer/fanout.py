@@ -4,7 +4,9 @@
                                                   fewest others so far, while that one still pulls
 
 A server asks its parent, then whoever else has the version, the trainer last: a parent that dies,
-or sends other bytes than the manifest says, costs a retry and no update.
+or sends other bytes than the manifest says, costs a retry and no update. A version has one count of
+sends, whether shards go whole or as changes: a server that takes changes takes a shard without any
+whole.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +24,8 @@ class _Holder:
 @dataclass(slots=True)
 class _Version:
     holders: dict[str, _Holder] = field(default_factory=dict)
-    direct: dict[bool, set[str]] = field(default_factory=dict)  # sent by the trainer, by kind
+    direct: set[str] = field(default_factory=set)  # servers that ask the trainer first
+    num_sends: int = 0  # by the trainer, also to servers that are gone
     failed: set[str] = field(default_factory=set)  # servers that peers could not help
 
 
@@ -37,25 +40,21 @@ class Fanout:
     ) -> list[str]:
         """Where server `name` (its shards at `url`, or empty) is to pull the version from.
 
-        The trainer counts its sends of whole shards and of changes apart: they are other bytes.
-        A server that failed asks the trainer first: a peer that sends too slowly is never found
+        A server that takes changes comes to the trainer for those that no other server has, and
+        for whole shards to the others first. A server that failed asks the trainer first: a peer that sends too slowly is never found
         out by its bytes. With owners of parts those stand for the trainer, and are no part of the
         answer.
         """
         trainer = [] if has_owners else [self._trainer_url]
         known = self._versions.setdefault(version, _Version())
-        direct = known.direct.setdefault(as_changes, set())
         peers = sorted(
-            (
-                one
-                for other, one in known.holders.items()
-                if other != name and (one.has_changes or not as_changes)
-            ),
-            key=lambda one: one.num_children,
+            (one for other, one in known.holders.items() if other != name),
+            key=lambda one: (as_changes and not one.has_changes, one.num_children),
         )
-        may_ask = name in direct or name in known.failed or len(direct) < self._max_sends
-        if may_ask or not peers:
-            direct.add(name)
+        is_direct = name in known.direct
+        if is_direct or name in known.failed or known.num_sends < self._max_sends or not peers:
+            known.direct.add(name)
+            known.num_sends += not is_direct
             found = [*trainer, *(one.url for one in peers if trainer)]
         else:
             peers[0].num_children += 1
@@ -71,10 +70,11 @@ class Fanout:
             self._versions[version].failed.add(name)
 
     def forget_server(self, name: str) -> None:
+        """What it was sent stays sent: started again, it asks the others first."""
         for version in self._versions.values():
             version.holders.pop(name, None)
-            for direct in version.direct.values():
-                direct.discard(name)
+            version.direct.discard(name)
+            version.failed.discard(name)
 
     def note_served(self, version: int, name: str) -> None:
         """Its files of other versions are gone, or soon will be."""

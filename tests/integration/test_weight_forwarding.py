@@ -225,7 +225,43 @@ async def test_each_byte_leaves_the_trainer_as_often_as_configured(world: World)
     assert world.sent(1, "deltas") == expected
     (late,) = world.add(1)
     await world.update(1, late)  # it has no base: whole shards, from the others
-    assert sum(world.sent(1).values()) == manifest.num_bytes  # the only whole ones so far
+    assert world.sent(1) == {}
+
+
+async def test_a_server_that_takes_whole_shards_has_no_changes_on_their_way(world: World) -> None:
+    """Who waited for them at that server would wait until all its shards are there."""
+    whole, changed = world.add(2)
+    await world.update(0, changed)
+    world.begin(whole, 1)
+    assert whole.updates.find(1, "deltas", 0) is None
+    world.begin(changed, 1)
+    assert isinstance(changed.updates.find(1, "deltas", 0), Coming)
+    for peer in (whole, changed):
+        await world.staged(peer, 1)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
+async def test_a_shard_without_changes_is_sent_once_to_whoever_takes_it_whole(
+    world: World, order: tuple[int, ...]
+) -> None:
+    """One server lacks the base, two have it; the trainer may send every byte once."""
+    peers = world.add(3)
+    await world.update(0, *peers[1:])
+    manifest = world.manifest(1)
+    assert manifest.delta is not None
+    last = manifest.shards[-1]
+    manifest.delta.shards[last.index] = None
+    for which in order:
+        as_whole = {"manifest": manifest.without_delta(), "base_version": None}
+        world.begin(peers[which], 1, **({"manifest": manifest} if which else as_whole))
+    for peer in peers:
+        await world.staged(peer, 1)
+        world.check_files(peer, 1)
+    assert world.sent(1)[last.index] == last.num_bytes
+    assert all(n == manifest.shards[i].num_bytes for i, n in world.sent(1).items())
+    deltas = manifest.delta.shards
+    sent = world.sent(1, "deltas")
+    assert sent == {i: one.num_bytes for i, one in enumerate(deltas) if one is not None}
 
 
 async def test_two_sends_are_two_sends(world: World) -> None:

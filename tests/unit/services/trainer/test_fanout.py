@@ -32,14 +32,35 @@ def test_children_are_spread_over_those_that_have_fewest() -> None:
     assert max(parents.count(parent) for parent in parents) <= 2
 
 
-def test_changes_come_only_from_those_that_have_them() -> None:
+def test_changes_come_first_from_those_that_have_them() -> None:
     fanout = Fanout(TRAINER, max_sends=1)
-    assign(fanout, 0)
-    (first, second) = assign(fanout, 1, 2, as_changes=True)
+    (first, second) = assign(fanout, 0, 1, as_changes=True)
     assert first == [TRAINER]
-    assert second == [url(1), TRAINER]
-    (whole,) = assign(fanout, 3)
-    assert set(whole) == {url(0), url(1), url(2), TRAINER}
+    assert second == [url(0), TRAINER]
+    (whole,) = assign(fanout, 2)
+    assert set(whole[:-1]) == {url(0), url(1)}
+    assert whole[-1] == TRAINER
+    (third,) = assign(fanout, 3, as_changes=True)
+    assert third[2:] == [url(2), TRAINER]
+
+
+@pytest.mark.parametrize("max_sends", [1, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_changes_and_whole_shards_have_one_count(max_sends: int, first: bool) -> None:
+    """A shard may have no changes, or refused ones: then both kinds of server pull it whole."""
+    fanout = Fanout(TRAINER, max_sends=max_sends)
+    found = assign(fanout, *range(4), as_changes=first)
+    found += assign(fanout, *range(4, 8), as_changes=not first)
+    assert sum(sources[0] == TRAINER for sources in found) == max_sends
+    assert all(TRAINER in sources for sources in found)
+
+
+def test_a_server_that_starts_again_is_sent_nothing_twice() -> None:
+    fanout = Fanout(TRAINER, max_sends=1)
+    assign(fanout, 0, 1)
+    for _ in range(5):
+        fanout.forget_server("server-0")
+        assert assign(fanout, 0) == [[url(1), TRAINER]]
 
 
 def test_a_server_that_failed_or_went_is_nobodys_source() -> None:
