@@ -41,9 +41,9 @@ class Fanout:
         """Where server `name` (its shards at `url`, or empty) is to pull the version from.
 
         A server that takes changes comes to the trainer for those that no other server has, and
-        for whole shards to the others first. A server that failed asks the trainer first: a peer that sends too slowly is never found
-        out by its bytes. With owners of parts those stand for the trainer, and are no part of the
-        answer.
+        for whole shards to the others first. A server that failed asks the trainer first: a peer
+        that sends too slowly is never found out by its bytes. With owners of parts those stand for
+        the trainer, and are no part of the answer.
         """
         trainer = [] if has_owners else [self._trainer_url]
         known = self._versions.setdefault(version, _Version())

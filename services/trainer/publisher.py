@@ -8,8 +8,8 @@ One mechanism for new versions, late joiners, restarted servers and servers rele
 the target of a server is the version it is held at, or else the one rolled back to, or else the
 current one. Servers are updated in parallel; a slow or dead one costs the others nothing. The first
 commit of a version goes alone (the canary), and who refuses it is asked again before any other: a
-version that fails its probe reaches one server. Its effective checksum is noted, and a server counts
-as serving the version once it has said the same.
+version that fails its probe reaches one server. Its effective checksum is noted, and a server
+counts as serving the version once it has said the same.
 """
 
 import asyncio
