@@ -4,7 +4,6 @@ torch_dist checkpoint of the actor, a published version.
 All names, dtypes and shapes are checked when a source is opened, from headers alone.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from services.trainer.convert.layouts import (
 from services.trainer.convert.torch_dist import METADATA_FILE, TorchDist, is_torch_dist
 from services.trainer.convert.transformers_config import architecture_of
 from shared.errors import ConfigInvalid
-from shared.models.deepseek_v4.architecture import Architecture, WeightFormat
+from shared.models.deepseek_v4.architecture import Architecture, WeightFormat, read_config
 from shared.models.deepseek_v4.checkpoint import (
     CONFIG_FILE,
     CheckpointInvalid,
@@ -125,7 +124,7 @@ def _published_version(path: Path, settings: Path) -> Source:
 
 
 def _transformers(path: Path, settings: Path, files: Sequence[Path]) -> Source:
-    config = json.loads((settings / CONFIG_FILE).read_text())
+    config = read_config(settings / CONFIG_FILE)
     arch = without_mtp(architecture_of(config)).with_format("bf16")
     extents = {n: extent for file in files for n, extent in safetensors_extents(file).items()}
     # What transformers loaded by release names it saves by almost those names.

@@ -28,6 +28,18 @@ class Yarn:
     beta_fast: float
     beta_slow: float
 
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise _error("rope_scaling.factor", "at least 1", self.factor)
+        if (positions := self.original_max_position_embeddings) < 1:
+            key = "rope_scaling.original_max_position_embeddings"
+            raise _error(key, "at least 1", positions)
+        if self.beta_slow <= 0:
+            raise _error("rope_scaling.beta_slow", "more than 0", self.beta_slow)
+        if self.beta_fast <= self.beta_slow:
+            expected = f"more than beta_slow {self.beta_slow:g}"
+            raise _error("rope_scaling.beta_fast", expected, self.beta_fast)
+
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
@@ -100,15 +112,18 @@ class Architecture:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read the release's keys; keys that do not change the model are ignored."""
+        if not isinstance(config, Mapping):
+            raise _no_object("config", config)
         _refuse_other_models(config)
-        return cls(**dict(_read_keys(cls, config)))
+        arch = cls(**dict(_read_keys(cls, config)))
+        _check_derived(arch, config)
+        return arch
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read ``config.json``, given its path or its directory's."""
         file = Path(path)
-        file = file / "config.json" if file.is_dir() else file
-        return cls.from_config(json.loads(file.read_text()))
+        return cls.from_config(read_config(file / "config.json" if file.is_dir() else file))
 
     def to_config(self) -> dict[str, Any]:
         """The config.json of this model: release keys, and what transformers cannot infer."""
@@ -164,6 +179,17 @@ class Architecture:
         return plain if self.rope_scaling is None else _stretched(self, self.rope_scaling, plain)
 
 
+def read_config(file: Path) -> Mapping[str, Any]:
+    """A config.json, unread; ValueError names a file that is no JSON object."""
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as err:  # of JSON, or of UTF-8
+        raise ValueError(f"{file}: expected JSON, found none: {err}") from err
+    if not isinstance(config, dict):
+        raise _no_object(str(file), config)
+    return config
+
+
 def yarn_range(arch: Architecture, yarn: Yarn) -> tuple[int, int]:
     """First and last pair of the ramp between kept and slowed frequencies (15, 25 in Flash)."""
     dim, theta = arch.qk_rope_head_dim, arch.compress_rope_theta
@@ -210,7 +236,7 @@ def _read_keys(cls: type, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]
 def _read(key: str, value: Any, reader: Callable[[Any], Any], expected: str) -> Any:
     try:
         return reader(value)
-    except TypeError:
+    except (TypeError, OverflowError):  # of an integer that no float can hold
         raise _error(key, expected, value) from None
 
 
@@ -263,6 +289,10 @@ def _yarn(value: Any) -> Yarn | None:
             raise ValueError(f"config key {key!r}: expected a number, found no such key")
         reader, expected = _READERS[field.type]
         parts[field.name] = _read(key, value[field.name], reader, expected)
+    for name, neutral in _YARN_NEUTRAL.items():
+        if value.get(name) not in (None, neutral):
+            expected = f"{neutral!r} or no such key: this model does not have it"
+            raise _error(f"rope_scaling.{name}", expected, value[name])
     return Yarn(**parts)
 
 
@@ -272,13 +302,28 @@ def _quantization(value: Any) -> Quantization | None:
     if not isinstance(value, Mapping):
         raise TypeError
     for field in fields(Quantization):
+        key = f"quantization_config.{field.name}"
+        if field.name in _SAYS_FP8 and field.name not in value:
+            expected = repr(field.default)
+            raise ValueError(f"config key {key!r}: expected {expected}, found no such key")
         found = value.get(field.name, field.default)
         found = tuple(found) if isinstance(found, list) else found
         if found != field.default:
-            raise _error(f"quantization_config.{field.name}", repr(field.default), found)
+            raise _error(key, repr(field.default), found)
     return Quantization()
 
 
+_SAYS_FP8 = (
+    "quant_method",
+    "weight_block_size",
+)  # the rest of the scheme some repackages leave out
+_YARN_NEUTRAL: dict[str, Any] = {
+    "attention_factor": 1.0,
+    "mscale": 0,
+    "mscale_all_dim": 0,
+    "truncate": True,
+}
+"""What other models' YaRN may have, by the value with which it does nothing."""
 _READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     int: (_integer, "an integer"),
     float: (_number, "a finite number"),
@@ -289,6 +334,12 @@ _READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     Yarn | None: (_yarn, "an object or null"),
     Quantization | None: (_quantization, "an object or null"),
 }
+_LAYER_TYPES: dict[LayerKind, str] = {
+    "window": "sliding_attention",
+    "c4": "compressed_sparse_attention",
+    "pooled": "heavily_compressed_attention",
+}
+"""transformers' names."""
 _MAY_BE_ZERO = frozenset(
     ("num_nextn_predict_layers", "num_hash_layers", "bos_token_id", "eos_token_id")
 )
@@ -301,6 +352,9 @@ def _check_sizes(arch: Architecture) -> None:
             raise _error(field.name, f"at least {least}", value)
         if field.type is float and value <= 0:
             raise _error(field.name, "more than 0", value)
+    for key in ("rope_theta", "compress_rope_theta"):
+        if getattr(arch, key) <= 1:
+            raise _error(key, "more than 1", getattr(arch, key))
 
 
 def _check_layers(arch: Architecture) -> None:
@@ -362,20 +416,36 @@ def _check_formats(arch: Architecture) -> None:
                 raise _error(key, f"a multiple of {FP4_GROUP} for FP4", getattr(arch, key))
 
 
+def _check_derived(arch: Architecture, config: Mapping[str, Any]) -> None:
+    """What transformers derives from the ratios, and reads first, must not say something else."""
+    types, rates = config.get("layer_types"), config.get("compress_rates")
+    kinds = [_LAYER_TYPES[arch.kind(layer)] for layer in range(arch.num_hidden_layers)]
+    if types is not None and not isinstance(types, list | tuple):
+        raise _error("layer_types", "a list", types)
+    if types is not None and len(types) != len(kinds):
+        raise _error("layer_types", f"{len(kinds)} entries", f"{len(types)} entries")
+    if rates is not None and not isinstance(rates, Mapping):
+        raise _error("compress_rates", "an object", rates)
+    for i, (kind, ratio) in enumerate(zip(kinds, arch.compress_ratios, strict=False)):
+        where = f"(compress_ratios[{i}] is {ratio})"
+        if types is not None and types[i] != kind:
+            raise _error(f"layer_types[{i}]", f"{kind!r} {where}", types[i])
+        if rates is not None and rates.get(kind, ratio) != ratio:
+            raise _error(f"compress_rates.{kind}", f"{ratio} {where}", rates[kind])
+
+
 def _transformers_keys(arch: Architecture) -> dict[str, Any]:
     # transformers infers these from compress_ratios only if every pooled ratio is 128, and has
     # room for one pooled ratio.
     pooled = {ratio for ratio in arch.compress_ratios if ratio not in (0, C4_RATIO)}
     if len(pooled) > 1:
         return {}
-    names = {
-        "window": "sliding_attention",
-        "c4": "compressed_sparse_attention",
-        "pooled": "heavily_compressed_attention",
+    rates = {
+        _LAYER_TYPES["c4"]: C4_RATIO,
+        _LAYER_TYPES["pooled"]: min(pooled, default=QUANT_BLOCK),
     }
-    rates = {names["c4"]: C4_RATIO, names["pooled"]: min(pooled, default=QUANT_BLOCK)}
     return {
-        "layer_types": [names[arch.kind(layer)] for layer in range(arch.num_hidden_layers)],
+        "layer_types": [_LAYER_TYPES[arch.kind(layer)] for layer in range(arch.num_hidden_layers)],
         "compress_rates": rates,
     }
 
@@ -388,3 +458,7 @@ def _plain(value: Any) -> Any:
 
 def _error(key: str, expected: str, found: Any) -> ValueError:
     return ValueError(f"config key {key!r}: expected {expected}, found {found!r}")
+
+
+def _no_object(where: str, found: object) -> ValueError:
+    return ValueError(f"{where}: expected an object, found a {type(found).__name__}")

@@ -88,6 +88,29 @@ WRONG = {
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
         r"weight_block_size.*\(128, 128\).*\(64, 64\)",
     ),
+    "an empty quantisation": (
+        {"quantization_config": {}},
+        "quantization_config.quant_method.*'fp8', found no such key",
+    ),
+    "no block size": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        r"weight_block_size.*\(128, 128\), found no such key",
+    ),
+    "base that turns nothing": ({"compress_rope_theta": 1}, "compress_rope_theta.*than 1, found 1"),
+    "window base that turns nothing": ({"rope_theta": 1.0}, "'rope_theta'.*more than 1, found 1"),
+    "no float holds it": ({"rope_theta": 10**400}, "rope_theta.*a finite number, found 10"),
+    "other layer types": (
+        {"layer_types": ["sliding_attention"] * 43},
+        r"layer_types\[2\].*'compressed_sparse_attention' \(compress_ratios\[2\] is 4\), "
+        "found 'sliding_attention'",
+    ),
+    "layer types too few": ({"layer_types": []}, "layer_types.*43 entries.*found '0 entries'"),
+    "layer types no list": ({"layer_types": "sliding"}, "layer_types.*a list, found 'sliding'"),
+    "other rates": (
+        {"compress_rates": {"heavily_compressed_attention": 64}},
+        r"compress_rates.heavily_compressed_attention.*128 \(compress_ratios\[3\].*found 64",
+    ),
+    "rates no object": ({"compress_rates": [4, 128]}, "compress_rates.*an object"),
     "FP4 rows not in groups": ({"moe_intermediate_size": 2000}, "multiple of 32 for FP4.*2000"),
     "another model": ({"model_type": "deepseek_v3"}, "model_type.*deepseek_v4.*deepseek_v3"),
     "a drafter instead of MTP": ({"dspark_block_size": 16}, "dspark_block_size.*no such key"),
@@ -101,6 +124,54 @@ def test_wrong_value_is_named_with_what_was_expected(case: str) -> None:
     change, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         Architecture.from_config(FLASH.to_config() | change)
+
+
+WRONG_YARN = {
+    "factor of nothing": ({"factor": 0}, "factor.*at least 1, found 0"),
+    "factor below 0": ({"factor": -16}, "factor.*at least 1, found -16"),
+    "no positions": ({"original_max_position_embeddings": 0}, "embeddings.*at least 1, found 0"),
+    "positions below 0": (
+        {"original_max_position_embeddings": -1},
+        "embeddings.*at least 1, found -1",
+    ),
+    "no fast turns": ({"beta_fast": 0}, "beta_fast.*more than beta_slow 1, found 0"),
+    "no slow turns": ({"beta_slow": 0}, "beta_slow.*more than 0, found 0"),
+    "ramp the other way": ({"beta_fast": 1, "beta_slow": 32}, "beta_fast.*beta_slow 32, found 1"),
+    "a magnitude": ({"attention_factor": 1.28}, "attention_factor.*1.0 or no such key.*found 1.28"),
+    "a magnitude by its name elsewhere": ({"mscale": 1.0}, "mscale.*0 or no such key.*found 1.0"),
+    "an exact ramp": ({"truncate": False}, "truncate.*True or no such key.*found False"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_YARN)
+def test_wrong_yarn_is_named_with_what_was_expected(case: str) -> None:
+    change, message = WRONG_YARN[case]
+    config = FLASH.to_config()
+    config["rope_scaling"] |= change
+    with pytest.raises(ValueError, match=rf"^config key 'rope_scaling\.\w*{message}"):
+        Architecture.from_config(config)
+
+
+def test_yarn_keys_that_do_nothing_are_accepted() -> None:
+    config = FLASH.to_config()
+    config["rope_scaling"] |= {"attention_factor": 1.0, "mscale": None, "rope_theta": 160000.0}
+    assert Architecture.from_config(config) == FLASH
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3"])
+def test_config_that_is_no_object_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: expected an object, found a "):
+        Architecture.load(tmp_path)
+    with pytest.raises(ValueError, match="config: expected an object, found a "):
+        Architecture.from_config(json.loads(text))
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe", b""])
+def test_config_that_is_no_json_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(ValueError, match=r"config\.json: expected JSON"):
+        Architecture.load(tmp_path)
 
 
 def test_null_rope_scaling_means_no_yarn() -> None:
