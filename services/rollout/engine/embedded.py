@@ -64,7 +64,6 @@ class EmbeddedEngine:
         torch.set_num_threads(spec.num_threads)
         self.spec = spec
         self.paused = False
-        self.num_rebuilds = 0
         self.scheduler = Scheduler(
             Sampler(spec.arch, rounding_of(spec)),
             limits=Limits(max_running=spec.max_running_requests, max_tokens=spec.context_length),
@@ -91,7 +90,6 @@ class EmbeddedEngine:
         watch = Stopwatch()
         canonical = read_canonical(manifest, folder)
         watch.lap("load_s")
-        self.num_rebuilds += 1
         version = build_version(
             manifest.policy_version, self.spec.arch, canonical, build=self._build
         )
