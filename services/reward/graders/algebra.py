@@ -27,6 +27,10 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 MAX_SYMBOLS = 8
 DIGITS = 30
 TOLERANCE = Float("1e-15", DIGITS)
+# Values that close are compared again, unless a decimal or a quadrature allows no more digits.
+FINE_DIGITS = 130
+FINE_TOLERANCE = Float("1e-110", DIGITS)
+_INEXACT = (Float, sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
 
 # Where expressions with symbols are compared: no special values, so that equality is no accident.
 _POSITIVE = ("1.2345678910111213", "0.7182818284590452", "3.3166247903553998")
@@ -126,7 +130,7 @@ def _same_expression(left: Expr, right: Expr, gold: Leaf, answer: Leaf) -> bool 
         return None
     if not symbols:
         pair = _values(left, right, {})
-        return None if pair is None else _close(*pair) or _rounds(gold, answer, *pair)
+        return None if pair is None else _same_at(left, right, {}) or _rounds(gold, answer, *pair)
     return _same_function(left, right, symbols)
 
 
@@ -138,31 +142,44 @@ def _same_function(left: Expr, right: Expr, symbols: list[Any]) -> bool | None:
     """
     for points, must_be_real in ((_POSITIVE, False), (_MIXED, True)):
         for shift in range(len(points)):
-            at = {s: Float(points[(i + shift) % 3], DIGITS) + i // 3 for i, s in enumerate(symbols)}
+            at = {s: Rational(points[(i + shift) % 3]) + i // 3 for i, s in enumerate(symbols)}
             pair = _values(left, right, at)
             if pair is None:
                 return None
             if must_be_real and not (pair[0].is_real and pair[1].is_real):
                 continue
-            if not _close(*pair):
+            if not _same_at(left, right, at):
                 return False
     return True
 
 
-def _values(left: Expr, right: Expr, at: dict[Any, Any]) -> tuple[Expr, Expr] | None:
-    """Both values to `DIGITS` digits; None when one of them is not a number."""
+def _same_at(left: Expr, right: Expr, at: dict[Any, Any]) -> bool:
+    """Whether values that exist are equal: e^{pi sqrt(163)} is an integer for thirty digits."""
+    pair = _values(left, right, at)
+    if pair is None or not _close(*pair):
+        return False
+    if left == right or left.has(*_INEXACT) or right.has(*_INEXACT):
+        return True
+    pair = _values(left, right, at, digits=FINE_DIGITS)
+    return pair is None or _close(*pair, tolerance=FINE_TOLERANCE)
+
+
+def _values(
+    left: Expr, right: Expr, at: dict[Any, Any], *, digits: int = DIGITS
+) -> tuple[Expr, Expr] | None:
+    """Both values to so many digits; None when one of them is not a number."""
     values = []
     for expression in (left, right):
-        value = _value(expression, at)
+        value = _value(expression, at, digits)
         if value is None:
             return None
         values.append(value)
     return values[0], values[1]
 
 
-def _value(expression: Expr, at: dict[Any, Any]) -> Expr | None:
+def _value(expression: Expr, at: dict[Any, Any], digits: int) -> Expr | None:
     try:
-        value = expression.evalf(DIGITS, subs=at) if at else expression.evalf(DIGITS)
+        value = expression.evalf(digits, subs=at) if at else expression.evalf(digits)
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
         return None  # not a quantity: a function without a definition, a set inside
     if not isinstance(value, Expr) or not value.is_number or not value.is_finite:
@@ -176,8 +193,8 @@ def _significant(value: Expr) -> Expr:
     return sympy.Integer(0) if getattr(value, "_prec", DIGITS) == 1 else value
 
 
-def _close(left: Expr, right: Expr) -> bool:
-    return bool(abs(left - right) <= TOLERANCE * max(abs(left), abs(right)))
+def _close(left: Expr, right: Expr, *, tolerance: Float = TOLERANCE) -> bool:
+    return bool(abs(left - right) <= tolerance * max(abs(left), abs(right)))
 
 
 def _rounds(gold: Leaf, answer: Leaf, left: Expr, right: Expr) -> bool:

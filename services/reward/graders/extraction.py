@@ -3,9 +3,10 @@ r"""Which part of a response is its answer. The rules, in order:
 1. Only what follows the last closing reasoning tag (`</think>` and its kin) is read. Reasoning that
    opens and never closes has been cut off: there is no answer.
 2. Strict statements are `\boxed{...}`, `\fbox{...}`, `<answer>...</answer>`, a label with a colon
-   (`Answer: ...`, `**Final answer:** ...`), "final answer is 5" and GSM8K's `#### ...`. The one
-   that begins last wins, so hedging does not pay, and a box on an `Answer:` line is its answer.
-3. Boxes joined by nothing but a comma, "and" or "or" are one list of answers.
+   (`Answer: ...`, `**Final answer:** ...`), "final answer is 5" and GSM8K's `#### 18` (before
+   words it is a heading). The one that begins last wins, so hedging does not pay, and a box on an
+   `Answer:` line is its answer. Emphasis around an answer is not part of it.
+3. Boxes joined by nothing but a comma, "and" or "or" ("or maybe", "or x =") are one list.
 4. A strict statement that is empty or never ends is no answer, and earlier ones do not replace it;
    nor is a box that the words before it deny ("not \boxed{5}").
 5. Without a strict statement, the last "answer is ..." counts up to the end of its sentence.
@@ -24,7 +25,8 @@ _BARE_BOX = re.compile(r"[-+]?\w[\w.,/]{0,99}")
 _LABEL = re.compile(
     r"(?<![A-Za-z])answer(?:[ \t]{1,3}is)?[ \t]{0,3}[*_]{0,3}[ \t]{0,3}[:：=][ \t]{0,3}[*_]{0,3}"
     r"|(?<![A-Za-z])final answer is[ \t]{0,3}(?=[-+$\\(\d])"
-    r"|(?<!\#)\#{4}(?!\#)",
+    r"|(?<!\#)\#{4}(?!\#)(?=[ \t*_`]{0,9}\n?[ \t*_`]{0,9}(?:[-+−–$€£¥\\(.\d]|[a-z] ?=))"
+    r"(?![ \t]*\d{1,2}[.)][ \t]+[a-z])",  # `#### Check` and `#### 2. Check` are headings
     re.IGNORECASE,
 )
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
@@ -35,9 +37,18 @@ _PROSE = re.compile(
 _DENIED = re.compile(r"(?:\b(?:not|never)|n't|\\neq?|≠)[\s$*(:]*$", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
 _CLAUSE_END = re.compile(r",(?=\s+(?!and\b|or\b)[A-Za-z]{2})|;(?=\s)")
-_JOIN = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or)\b)[\s$]*", re.IGNORECASE)
+_JOIN_FRAME = re.compile(
+    r"\\(?:q?quad|text|mbox|mathrm|textrm)(?![a-z])|\\[,;:! ()\[\]]|\\\\|[\s${}()*~]"
+)
+_JOIN = re.compile(
+    r"(?:[,;/&]|\\[lv]or|\\vee|,?(?:and|or)(?:also|else|even|maybe|perhaps|possibly|probably)?)"
+    r"(?:\\?[a-z]\w?=)?",
+    re.IGNORECASE,
+)
 _SEGMENT = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _BARE_NUMBER = re.compile(r"[-+−]?[$]?[\d.,/]{1,60}%?")
+
+_EMPHASIS = "*_ \t\r\n"
 
 MAX_JOINED_BOXES = 10
 MAX_JOIN_CHARS = 40
@@ -103,12 +114,16 @@ def _boxed(text: str, starts: list[int]) -> Answer:
             content, end = _box_content(text, start)
         except NoAnswer:
             break
-        if not 0 <= right - end <= MAX_JOIN_CHARS or not _JOIN.fullmatch(text, end, right):
+        if not 0 <= right - end <= MAX_JOIN_CHARS or not _is_join(text[end:right]):
             break
         if content not in contents:
             contents.append(content)
         right = start
     return Answer(", ".join(reversed(contents)), "box")
+
+
+def _is_join(between: str) -> bool:
+    return _JOIN.fullmatch(_JOIN_FRAME.sub("", between)) is not None
 
 
 def _box_content(text: str, start: int) -> tuple[str, int]:
@@ -152,7 +167,8 @@ def _labelled(text: str, begin: int) -> Answer:
     line = _SENTENCE_END.split(rest, maxsplit=1)[0]
     if len(line) == len(rest) and len(text) > begin + MAX_LABELLED_CHARS:
         raise NoAnswer(f"a labelled answer of more than {MAX_LABELLED_CHARS} characters")
-    value = _only_formula(line.partition("</")[0].replace("(without quotes)", "").strip())
+    line = re.split(r"</|<\|", line, maxsplit=1)[0].replace("(without quotes)", "")
+    value = _only_formula(line.strip(_EMPHASIS))
     if not value.strip("*_`$. "):
         raise NoAnswer("a label without an answer")
     return Answer(value, "label")
@@ -162,7 +178,7 @@ def _tagged(text: str, begin: int) -> Answer:
     end = _TAG_END.search(text, begin)
     if end is None:
         raise NoAnswer("an answer tag that never ends")
-    value = text[begin : end.start()].strip()
+    value = text[begin : end.start()].strip(_EMPHASIS)
     if not value:
         raise NoAnswer("an empty answer tag")
     if len(value) > MAX_LABELLED_CHARS:
@@ -189,7 +205,8 @@ def _weak_answer(text: str) -> Answer:
         segment = _SEGMENT.match(rest)
         if segment:
             return Answer(next(group for group in segment.groups() if group), "prose")
-        value = _CLAUSE_END.split(_SENTENCE_END.split(rest, maxsplit=1)[0], maxsplit=1)[0].strip()
+        value = _CLAUSE_END.split(_SENTENCE_END.split(rest, maxsplit=1)[0], maxsplit=1)[0]
+        value = value.strip(_EMPHASIS)
         if value:
             return Answer(value, "prose")
     bare = text.strip()

@@ -7,7 +7,7 @@ leaves. Reading splits at top-level commas and never goes deeper than `MAX_DEPTH
 import re
 from dataclasses import dataclass
 
-from services.reward.graders.literals import Number, read_number
+from services.reward.graders.literals import Number, is_changed_by, read_number, scaled
 
 MAX_DEPTH = 40
 MAX_ITEMS = 200
@@ -60,7 +60,14 @@ _TEXT_SEPARATOR = re.compile(r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*,?\s*(?:and|
 _SEPARATOR = re.compile(
     r"(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|\\(?:lor|vee|land|wedge)(?![a-zA-Z])"
 )
-_PROSE = re.compile(r"\\(?:text|mbox|hbox|textrm|textbf|textit|textnormal)\s*\{[^{}]*[A-Za-z]{2}")
+_OR = re.compile(
+    r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*,?\s*or\s*\}|(?<![\\a-zA-Z])or(?![a-zA-Z])"
+    r"|\\(?:lor|vee)(?![a-zA-Z])"
+)
+_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|lt|gt)(?![a-zA-Z])")
+_PROSE = re.compile(
+    r"\\(?:text|mbox|hbox|textrm|textbf|textit|textnormal)\s*\{[^{}]*(?:[A-Za-z]{2}|\bk\b)"
+)
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _ASSIGNED = re.compile(
     r"(\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
@@ -111,6 +118,8 @@ def read_form(text: str, *, depth: int = 0) -> Form:
         raise Unreadable(f"nested deeper than {MAX_DEPTH}")
     text = text.strip()
     if depth == 0:
+        if len(ranges := _split_ranges(text)) > 1:
+            return Group(text, "union", _read_all(ranges, depth))
         text = _with_commas(text)
     parts = _split(text, ",;")
     if len(parts) > 1:
@@ -119,7 +128,7 @@ def read_form(text: str, *, depth: int = 0) -> Form:
         return _matrix(text, matrix[2], depth)
     unions = _split(text, "\\cup")
     if len(unions) > 1:
-        return Group(text, "union", _read_all(unions, depth))
+        return _union(text, _read_all(unions, depth))
     if assigned := _ASSIGNED.fullmatch(text):
         return Assigned(text, assigned[1], read_form(assigned[2], depth=depth + 1))
     return _bracketed(text, depth) or _plus_minus(text, depth) or read_leaf(text)
@@ -133,6 +142,22 @@ def _with_commas(text: str) -> str:
         parts.append(text[end : match.start()])
         end = match.end()
     return ",".join([*parts, text[end:]])
+
+
+def _split_ranges(text: str) -> list[str]:
+    """The parts of `x<3 \\text{ or } x>5`, which is a union; nothing where one is no inequality."""
+    parts = _OR.split(text)
+    is_union = all(_INEQUALITY.search(_without_groups(part)) for part in parts)
+    return parts if is_union and not _SEPARATOR.search(_OR.sub("", text)) else []
+
+
+def _union(text: str, parts: tuple[Form, ...]) -> Group:
+    """A union of sets is the set of their elements."""
+    sets = [part for part in parts if isinstance(part, Group) and part.kind == "set"]
+    if len(sets) < len(parts):
+        return Group(text, "union", parts)
+    elements = {item.text: item for part in sets for item in part.items}
+    return Group(text, "set", tuple(elements.values()), "\\{\\}")
 
 
 def _read_all(parts: list[str], depth: int) -> tuple[Form, ...]:
@@ -248,11 +273,15 @@ def _without_unit(text: str) -> tuple[str, str, bool]:
     if (based := _BASE.fullmatch(value)) is not None:
         return based[1], f"base {based[2] or based[3]}", is_percent
     found = _TEXT_UNIT.search(value)
-    if found and value[: found.start()].strip() and not _NO_UNIT.search(found[1]):
-        return value[: found.start()].strip(), _unit(found[1], found[2]), is_percent
+    if found and (before := value[: found.start()].strip()):
+        amount, words = scaled(before, found[1])
+        if not _NO_UNIT.search(words) and not is_changed_by(words):
+            return amount, _unit(words, found[2]) or unit, is_percent
     plain = _WORD_UNIT.fullmatch(value)
     if plain and _is_unit(plain[3], is_apart=bool(plain[2])):
-        return plain[1].strip(), _unit(plain[3], plain[4]), is_percent
+        amount, words = scaled(plain[1].strip(), plain[3])
+        if not is_changed_by(words):
+            return amount, _unit(words, plain[4]) or unit, is_percent
     return value, unit, is_percent
 
 

@@ -1,16 +1,16 @@
 r"""Whole numbers, compared exactly: what AIME, GSM8K and DAPO have for answers.
 
 The answer is found as for mathematics (`extraction.py`). `073`, `73.`, `73.0`, `73^\circ`, `1,234`,
-`$73`, `73 apples` and `n = 73` are integers, on either side; `13 = 14` is none. Another number is
-wrong (0); text that is no number, such as an unevaluated `\frac{146}{2}`, is `unparseable`: the
-task asks for the integer.
+`$73`, `73 apples`, `73 thousand` (73000) and `n = 73` are integers, on either side; `13 = 14` is
+none. Another number is wrong (0), `73 squared` for instance; text that is no number, such as an
+unevaluated `\frac{146}{2}`, is `unparseable`: the task asks for the integer.
 """
 
 import re
 from functools import lru_cache
 
 from services.reward.graders.extraction import NoAnswer, find_answer
-from services.reward.graders.literals import Number, read_number
+from services.reward.graders.literals import Number, is_changed_by, read_number, scaled
 from services.reward.graders.notation import tidy
 from shared.messages import Score, Unparseable
 
@@ -18,7 +18,7 @@ MAX_CHARS = 4000
 
 _UNIT = re.compile(
     r"(?<=\d)(?:\\degree|\\percent|\\?\$"
-    r"| ?\\(?:text|mathrm|mbox)\{[^{}]*\}| ?[A-Za-z]{3,}(?: [a-z]+)*)$"
+    r"| ?\\(?:text|mathrm|mbox)\{([^{}]*)\}| ?([A-Za-z]{3,}(?: [a-z]+)*))$"
 )
 _CURRENCY = re.compile(r"^([-+]?)(?:\\?\$|€|£) ?")
 
@@ -38,6 +38,8 @@ def grade_integer(
     except NoAnswer as err:
         return Unparseable(reason=str(err))
     number = _read(found.text)
+    if number is None and _is_changed(found.text):
+        return Score(value=0.0, extracted=found.text[:80], reason=f"{found.rule}, another number")
     if number is None:
         return Unparseable(reason=f"not a number: {found.text[:80]!r}")
     if _same(number, expected):
@@ -88,5 +90,18 @@ def _read(text: str) -> Number | None:
 
 
 def _bare(side: str) -> str:
-    """Without unit and currency."""
-    return _CURRENCY.sub(r"\1", _UNIT.sub("", side.strip())).strip()
+    """Without unit and currency; a number word counts."""
+    side = _CURRENCY.sub(r"\1", side.strip())
+    unit = _UNIT.search(side)
+    if unit is None:
+        return side.strip()
+    value, words = scaled(side[: unit.start()], unit[1] or unit[2] or "")
+    return side if is_changed_by(words) else value.strip()
+
+
+def _is_changed(text: str) -> bool:
+    """Whether it is a number with words that make it another: "5 squared", "5 and a half"."""
+    if len(text) > MAX_CHARS:
+        return False
+    unit = _UNIT.search(tidy(text))
+    return unit is not None and is_changed_by(unit[1] or unit[2] or "")

@@ -18,6 +18,18 @@ _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\
 _SCIENTIFIC = re.compile(
     r"([\d.]+)\s*(?:\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([+-]?\d{1,4})\s*\}|(\d))"
 )
+_SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
+    "trillion": 10**12,
+}  # fmt: skip
+_SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})\b\s*(.*)", re.IGNORECASE)
+_CHANGE = re.compile(
+    r"^\W*(?:squared|cubed|factorial|k\b)"
+    r"|\b(?:negative|minus|plus|below zero|half|halves|third|fourth|fifth|sixth|seventh|eighth"
+    r"|ninth|tenth|quarter|(?:hundred|thousand|million)th|dozen|hundred|thousand|million|billion"
+    r"|trillion)s?\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,21 @@ def same_number(gold: Number, answer: Number) -> bool:
     if gold.places is not None and answer.places is None and answer.value.denominator > 1:
         return is_rounding(gold, answer.value)
     return False
+
+
+def scaled(value: str, words: str) -> tuple[str, str]:
+    """`5` and "million dollars" are 5000000 and "dollars"; other words leave the value alone."""
+    match, number = _SCALE.fullmatch(words), read_number(value)
+    if match is None or number is None or number.value is None:
+        return value, words
+    product = number.value * _SCALES[match[1].lower()]
+    text = f"\\frac{{{product.numerator}}}{{{product.denominator}}}"
+    return str(product) if product.denominator == 1 else text, match[2]
+
+
+def is_changed_by(words: str) -> bool:
+    """Whether `words` behind a number make it another: "squared", "halves", "(negative)"."""
+    return _CHANGE.search(words) is not None
 
 
 def is_rounding(decimal: Number, exact: Fraction) -> bool:

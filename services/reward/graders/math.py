@@ -7,6 +7,7 @@ What counts as the answer: `extraction.py`. How an answer is compared with the g
   rounds correctly with at least six significant digits: 0.333333 is 1/3, 0.333 is not.
 * A percent sign or none: `50\%` equals 50 and 1/2; two percentages compare as they are.
 * Units, degrees, currency and number bases are ignored unless both sides name one and they differ.
+  Number words are no units: `5 million` is 5000000, and `5 squared` is not 5.
 * Several answers (commas, "and", "or", plus-minus, sets) must match one to one, in any order: one
   of two is wrong, and so is hedging ("13 or 14"). Pairs, intervals and matrices keep their order,
   intervals their open and closed ends.
@@ -126,7 +127,11 @@ def _same_assigned(gold: Form, answer: Form) -> bool:
 def _same_group(gold: Group, answer: Group) -> bool:
     kinds = {gold.kind, answer.kind}
     if kinds <= {"list", "set"}:
+        if _names_each(gold) != _names_each(answer):  # `2, 1` for `x=2, y=1`
+            return _same_ordered(gold.items, answer.items)
         return _same_unordered(gold.items, answer.items)
+    if any(one.kind == "union" and _has_ranges(one) for one in (gold, answer)):
+        return kinds <= {"union", "list"} and _same_unordered(gold.items, answer.items)
     if kinds == {"union"}:
         return _same_unordered(gold.items, answer.items) or same_by_verify(gold.text, answer.text)
     if kinds == {"bracket"}:
@@ -139,6 +144,17 @@ def _same_group(gold: Group, answer: Group) -> bool:
     if kinds == {"bracket", "union"}:
         return same_by_verify(gold.text, answer.text)
     return False
+
+
+def _names_each(group: Group) -> bool:
+    """Whether each item is assigned to a variable of its own."""
+    names = {item.variable for item in group.items if isinstance(item, Assigned)}
+    return len(names) == len(group.items) > 1
+
+
+def _has_ranges(group: Group) -> bool:
+    """Whether its items are inequalities, all or some."""
+    return any(isinstance(item, Leaf) and is_relation(item.value) for item in group.items)
 
 
 def _same_ordered(gold: tuple[Form, ...], answer: tuple[Form, ...]) -> bool:

@@ -1,6 +1,6 @@
 import pytest
 
-from services.reward.graders import aime, arithmetic
+from services.reward.graders import aime, arithmetic, integers
 from shared.messages import Score, Unparseable
 
 
@@ -19,6 +19,22 @@ def test_aime_scores_other_numbers_zero(answer: str) -> None:
     outcome = aime.grade(rf"\boxed{{{answer}}}", "073")
     assert isinstance(outcome, Score)
     assert outcome.value == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["73 thousand", "73 squared", "73 dozen", r"73\text{ million}", "73 halves", "73 and a half"],
+)
+def test_number_words_make_another_number(answer: str) -> None:
+    for outcome in (
+        aime.grade(rf"\boxed{{{answer}}}", "73"),
+        integers.grade(f"#### {answer}", "73"),
+    ):
+        assert isinstance(outcome, Score)
+        assert outcome.value == 0.0
+    outcome = integers.grade("#### 73 thousand dollars", "73000")
+    assert isinstance(outcome, Score)
+    assert outcome.value == 1.0
 
 
 @pytest.mark.parametrize(
