@@ -31,12 +31,8 @@ from services.trainer.models.deepseek_v4.weights import release_tensors
 from shared.errors import ConfigInvalid, WeightsCorrupt
 from shared.job_actor import OptimizerSection
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.models.deepseek_v4.checkpoint import (
-    CheckpointInvalid,
-    dequantised,
-    load_release,
-    write_release,
-)
+from shared.models.deepseek_v4.checkpoint import dequantised, load_release, write_release
+from shared.models.deepseek_v4.headers import CheckpointInvalid
 from shared.models.deepseek_v4.reference import Reference
 from shared.quant.policy import POLICIES
 from shared.weights.conversion import ConversionEvent, Finished, Planned, Progressed, read_event

@@ -19,7 +19,8 @@ from torch import Tensor
 from services.rollout.models.deepseek_v4_weights import Derived, derive, effective, published
 from shared.errors import WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.models.deepseek_v4.checkpoint import CheckpointInvalid, check_stored
+from shared.models.deepseek_v4.checkpoint import check_stored
+from shared.models.deepseek_v4.headers import CheckpointInvalid
 from shared.weights.dtypes import TORCH_DTYPES
 from shared.weights.effective import effective_checksum
 from shared.weights.group import check_bytes, receive_shards

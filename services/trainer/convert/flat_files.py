@@ -4,7 +4,6 @@ Headers are read and checked at once, bytes when asked for: memory for one tenso
 it, at a time. Nothing is mapped, so nothing stays resident either.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.versions import CHANGES_ONLY, restore_version
-from shared.models.deepseek_v4.checkpoint import CheckpointInvalid
+from shared.models.deepseek_v4.headers import CheckpointInvalid, read_headers
 from shared.weights.manifest import MANIFEST_FILE, Manifest, shard_file
 
 DTYPES: dict[str, torch.dtype] = {
@@ -51,25 +50,14 @@ def read_extent(extent: Extent, *, piece: int = 0, num_pieces: int = 1) -> Tenso
     return torch.from_numpy(raw).view(DTYPES[extent.dtype])
 
 
-def safetensors_extents(file: Path) -> dict[str, Extent]:
-    """Every tensor of one file; CheckpointInvalid if its header does not fit it."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
+def safetensors_extents(folder: Path) -> dict[str, Extent]:
+    """Every tensor of the files of `folder`; CheckpointInvalid if a header does not fit."""
     extents = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        dtype = "I8" if entry["dtype"] == "U8" else entry["dtype"]
-        if dtype not in DTYPES:
-            raise CheckpointInvalid(f"{name}: expected one of {', '.join(DTYPES)}, found {dtype}")
-        extents[name] = Extent(file, 8 + length + begin, dtype, tuple(entry["shape"]))
-        if extents[name].num_bytes != end - begin:
-            raise CheckpointInvalid(
-                f"{name}: {end - begin} bytes in {file.name}, but "
-                f"{dtype} {entry['shape']} has {extents[name].num_bytes}"
-            )
-        _check_size(file, 8 + length + end)
+    for name, stored in read_headers(folder).items():
+        if stored.dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise CheckpointInvalid(f"{name}: expected one of {known}, found {stored.dtype}")
+        extents[name] = Extent(stored.file, stored.offset, stored.dtype, stored.shape)
     return extents
 
 

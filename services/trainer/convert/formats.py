@@ -9,11 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.models.deepseek_v4.checkpoint import (
-    CheckpointInvalid,
-    dequantise_tensor,
-    quantise_tensor,
-)
+from shared.models.deepseek_v4.checkpoint import dequantise_tensor, quantise_tensor
+from shared.models.deepseek_v4.headers import CheckpointInvalid
 from shared.quant.fp4 import fp4_to_fp8
 from shared.quant.fp8 import scale_values
 from shared.quant.policy import Format, Policy, format_of, scale_name

@@ -31,12 +31,12 @@ from shared.errors import ConfigInvalid
 from shared.models.deepseek_v4.architecture import Architecture, WeightFormat, read_config
 from shared.models.deepseek_v4.checkpoint import (
     CONFIG_FILE,
-    CheckpointInvalid,
     check_headers,
     check_table,
     compare_tensors,
     open_release,
 )
+from shared.models.deepseek_v4.headers import CheckpointInvalid
 from shared.models.deepseek_v4.names import weight_shapes
 from shared.quant.policy import POLICIES, ScaleType, scale_name
 from shared.weights.manifest import MANIFEST_FILE
@@ -80,28 +80,25 @@ def open_source(path: Path, *, like: Path | None = None) -> Source:
         return _published_version(path, settings)
     if is_torch_dist(path):
         return _torch_dist(path, settings)
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
+    if not any(path.glob("*.safetensors")):
         raise ConfigInvalid(
             f"{path} has neither *.safetensors, nor {MANIFEST_FILE} of a published version, nor "
             f"{METADATA_FILE} of a torch_dist checkpoint."
         )
-    if any(_EMBEDDING in safetensors_extents(file) for file in files):
-        return _transformers(path, settings, files)
-    return _release(path, settings, files)
+    extents = safetensors_extents(path)
+    if _EMBEDDING in extents:
+        return _transformers(path, settings, extents)
+    return _release(path, settings, extents)
 
 
-def _release(path: Path, settings: Path, files: Sequence[Path]) -> Source:
-    headers = {file: safetensors_extents(file) for file in files}
-    kinds = {n: (e.dtype, e.shape) for header in headers.values() for n, e in header.items()}
+def _release(path: Path, settings: Path, extents: Mapping[str, Extent]) -> Source:
+    kinds = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
     arch = Architecture.load(settings).with_format(_format_of(kinds, path))
     release = open_release(path, arch)
-    by_file = {stored.file: headers[stored.file] for stored in release.stored.values()}
-    extents = {name: by_file[stored.file][name] for name, stored in release.stored.items()}
     return Source(
         description=f"{release.arch.weight_format.upper()} release",
         arch=release.arch,
-        files=sorted(by_file),
+        files=_files(extents),
         settings=settings,
         scale=release.policy.scale,
         fetch=_reader(extents),
@@ -116,17 +113,16 @@ def _published_version(path: Path, settings: Path) -> Source:
     return Source(
         description=f"published version in {arch.weight_format.upper()}",
         arch=arch,
-        files=[path / MANIFEST_FILE, *sorted({extent.file for extent in extents.values()})],
+        files=[path / MANIFEST_FILE, *_files(extents)],
         settings=settings,
         scale=policy.scale,
         fetch=_reader(extents),
     )
 
 
-def _transformers(path: Path, settings: Path, files: Sequence[Path]) -> Source:
+def _transformers(path: Path, settings: Path, extents: Mapping[str, Extent]) -> Source:
     config = read_config(settings / CONFIG_FILE)
     arch = without_mtp(architecture_of(config)).with_format("bf16")
-    extents = {n: extent for file in files for n, extent in safetensors_extents(file).items()}
     # What transformers loaded by release names it saves by almost those names.
     of_release = any(".ffn." in name for name in extents)
     layout_of, canonical = (
@@ -151,7 +147,7 @@ def _transformers(path: Path, settings: Path, files: Sequence[Path]) -> Source:
     return Source(
         description="transformers checkpoint",
         arch=arch,
-        files=files,
+        files=_files(extents),
         settings=settings,
         scale="e8m0",
         fetch=fetch,
@@ -185,6 +181,10 @@ def _torch_dist(path: Path, settings: Path) -> Source:
         scale="e8m0",
         fetch=fetch,
     )
+
+
+def _files(extents: Mapping[str, Extent]) -> list[Path]:
+    return sorted({extent.file for extent in extents.values()})
 
 
 def _reader(extents: Mapping[str, Extent]) -> Callable[[str], Stored]:

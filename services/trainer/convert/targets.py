@@ -20,7 +20,8 @@ from services.trainer.convert import torch_dist
 from services.trainer.convert.flat_files import DTYPES
 from services.trainer.convert.layouts import Output, Piece
 from services.trainer.convert.torch_dist import Chunk
-from shared.models.deepseek_v4.checkpoint import INDEX_FILE, SINGLE_FILE
+from shared.models.deepseek_v4.checkpoint import SINGLE_FILE
+from shared.models.deepseek_v4.headers import INDEX_FILE
 
 _HASHES: dict[str, Any] = {"xxh3-128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 _SAVED_TENSOR_BYTES = 2048  # at most, around the numbers of one chunk

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shared.models.deepseek_v4.checkpoint import CheckpointInvalid
+from shared.models.deepseek_v4.headers import CheckpointInvalid
 
 MARK_FILE = "metadata.json"
 METADATA_FILE = ".metadata"

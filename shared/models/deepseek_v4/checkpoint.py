@@ -12,21 +12,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.models.deepseek_v4.headers import (
+    INDEX_FILE,
+    CheckpointInvalid,
+    StoredTensor,
+    read_headers,
+)
 from shared.models.deepseek_v4.names import TensorSpec, tensor_specs
 from shared.quant.fp4 import dequantise_fp4, quantise_fp4
 from shared.quant.fp8 import dequantise_fp8, quantise_fp8
 from shared.quant.policy import POLICIES, Policy, format_of, is_scale, scale_name, weight_class
 
 CONFIG_FILE = "config.json"
-INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,7 +41,6 @@ TOKENIZER_FILES = (
 )
 DEFAULT_SHARD_BYTES = 4 << 30
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _STORED: dict[torch.dtype, str] = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -48,19 +51,6 @@ _STORED: dict[torch.dtype, str] = {
     torch.int64: "I64",
 }
 _SCALE_DTYPES = {"e8m0": torch.float8_e8m0fnu, "fp32": torch.float32}
-
-
-class CheckpointInvalid(ValueError):
-    """A release that does not match its architecture: tensor, expected, found."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """What a file's header says of one tensor."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +69,9 @@ class Release:
         for name in names:
             by_file.setdefault(self.stored[name].file, []).append(name)
         for file, wanted in by_file.items():
-            with safe_open(file, framework="pt") as opened:
-                for name in wanted:
-                    tensor = opened.get_tensor(name)
-                    check_table(name, tensor, self.arch)
-                    yield name, tensor
+            for name, tensor in _tensors(file, wanted):
+                check_table(name, tensor, self.arch)
+                yield name, tensor
 
 
 def load_release(path: str | Path, arch: Architecture | None = None) -> dict[str, Tensor]:
@@ -191,7 +179,7 @@ def open_release(path: str | Path, arch: Architecture | None = None) -> Release:
     """
     folder = Path(path)
     arch = arch or Architecture.load(folder)
-    stored = _read_headers(folder)
+    stored = read_headers(folder)
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
     policy = check_headers(found, arch, where=str(folder))
     specs = tensor_specs(arch, policy=policy)
@@ -200,33 +188,13 @@ def open_release(path: str | Path, arch: Architecture | None = None) -> Release:
     return Release(folder, arch, policy, specs, stored)
 
 
-def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    index = folder / INDEX_FILE
-    if index.exists():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = sorted({folder / file for file in weight_map.values()})
-    else:
-        weight_map, files = {}, sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise CheckpointInvalid(f"{folder}: expected model*.safetensors, found none")
-    stored = {}
-    for file in files:
-        for name, entry in _read_header(file).items():
-            if name != "__metadata__" and weight_map.get(name, file.name) == file.name:
-                dtype = "I8" if entry["dtype"] == "U8" else entry["dtype"]
-                stored[name] = StoredTensor(file, dtype, tuple(entry["shape"]))
-    return stored
-
-
-def _read_header(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        raise CheckpointInvalid(f"{file}: expected by the index, found no such file")
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, file.stat().st_size - 8):
-            raise CheckpointInvalid(f"{file}: a header of {length} bytes does not fit the file")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    return header
+def _tensors(file: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in names:
+                yield name, opened.get_tensor(name)
+    except SafetensorError as err:  # of bytes between or behind the tensors, or gone since
+        raise CheckpointInvalid(f"{file}: {err}") from err
 
 
 def _probed_policy(arch: Architecture, dtypes: Mapping[str, str]) -> Policy:

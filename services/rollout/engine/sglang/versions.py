@@ -31,7 +31,8 @@ from services.rollout.engine.weights import Stopwatch, read_canonical, run_probe
 from services.rollout.models.deepseek_v4_weights import published
 from shared.errors import DeadlineExceeded, HttpFailed, WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.models.deepseek_v4.checkpoint import CheckpointInvalid, check_stored
+from shared.models.deepseek_v4.checkpoint import check_stored
+from shared.models.deepseek_v4.headers import CheckpointInvalid
 from shared.weights.effective import effective_checksum
 from shared.weights.manifest import Manifest
 from shared.weights.protocol import CommitUpdate, Probe

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from shared.models.deepseek_v4.checkpoint import (
-    CheckpointInvalid,
     check_stored,
     dequantised,
     load_release,
@@ -18,6 +17,7 @@ from shared.models.deepseek_v4.checkpoint import (
     quantise_tensor,
     write_release,
 )
+from shared.models.deepseek_v4.headers import CheckpointInvalid
 from shared.models.deepseek_v4.names import tensor_specs
 from shared.models.deepseek_v4.reference import Reference
 from shared.quant.fp4 import dequantise_fp4, quantise_fp4
@@ -106,6 +106,90 @@ def test_truncated_file_is_named(release: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointInvalid, match=r"model\.safetensors: a header of"):
         load_release(release)
+
+
+def test_missing_bytes_are_named_with_file_and_tensor(release: Path) -> None:
+    file = release / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    message = r"model\.safetensors: expected at least \d+ bytes for [\w.]+, found \d+$"
+    with pytest.raises(CheckpointInvalid, match=message):
+        open_release(release)
+
+
+def test_bytes_behind_the_last_tensor_are_named(release: Path) -> None:
+    file = release / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"more")
+    with pytest.raises(CheckpointInvalid, match=r"model\.safetensors: .*"):
+        load_release(release)
+
+
+NORM = "norm.weight"
+Header = dict[str, Any]
+HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
+    "no dtype": (lambda h: h[NORM].pop("dtype"), f"{NORM}: expected dtype, shape and data_off"),
+    "no shape": (lambda h: h[NORM].pop("shape"), f"{NORM}: expected dtype, shape and data_off"),
+    "no offsets": (lambda h: h[NORM].pop("data_offsets"), f"{NORM}: expected dtype, shape and"),
+    "no entry": (lambda h: h.update({NORM: 3}), f"{NORM}: expected dtype, .*, found 3"),
+    "shape below 0": (lambda h: h[NORM].update(shape=[-128]), f"{NORM}: expected sizes"),
+    "bytes too few": (
+        lambda h: h[NORM].update(data_offsets=[0, 7]),
+        rf"{NORM}: 7 bytes in .*model\.safetensors, but BF16 \[128\] has 256",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_header_that_is_off_is_named_with_file_and_tensor(release: Path, case: str) -> None:
+    change, message = HEADERS[case]
+    file = release / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    with pytest.raises(CheckpointInvalid, match=message) as raised:
+        open_release(release)
+    assert "model.safetensors" in str(raised.value)
+
+
+@pytest.mark.parametrize("text", [b"{nothing", b"\xff\xff", b"[]"])
+def test_header_or_index_of_garbage_is_named(release: Path, text: bytes) -> None:
+    index = release / "model.safetensors.index.json"
+    index.write_bytes(text)
+    with pytest.raises(CheckpointInvalid, match=r"index\.json: expected (a )?JSON"):
+        open_release(release)
+    index.unlink()
+    (release / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointInvalid, match=r"model\.safetensors: expected (a )?JSON"):
+        open_release(release)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({}, "expected weight_map to be an object"),
+        ({"weight_map": []}, "expected weight_map to be an object"),
+        ({"weight_map": {NORM: 3}}, f"{NORM}: expected a file's name, found 3"),
+        ({"weight_map": {NORM: "../model.safetensors"}}, f"{NORM}: expected a file's name"),
+    ],
+)
+def test_index_that_lists_no_files_is_named(release: Path, index: Any, message: str) -> None:
+    (release / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointInvalid, match=rf"index\.json: {message}"):
+        open_release(release)
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 200_000])
+def test_tensor_in_two_files_is_named(
+    tmp_path: Path, weights: dict[str, Tensor], shard_bytes: int
+) -> None:
+    folder = tmp_path / "release"
+    write_release(folder, DEMO.with_format("fp8"), weights, shard_bytes=shard_bytes)
+    whole = load_release(folder)
+    save_file({NORM: whole[NORM]}, folder / "model-00009-of-00009.safetensors")
+    with pytest.raises(CheckpointInvalid, match=rf"^{NORM}: expected (in one file|by .*), found"):
+        open_release(folder)
 
 
 BIAS = "layers.3.ffn.gate.bias"

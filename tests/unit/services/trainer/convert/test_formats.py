@@ -3,7 +3,8 @@ import torch
 from torch import Tensor
 
 from services.trainer.convert.formats import Stored, recast
-from shared.models.deepseek_v4.checkpoint import CheckpointInvalid, dequantise_tensor
+from shared.models.deepseek_v4.checkpoint import dequantise_tensor
+from shared.models.deepseek_v4.headers import CheckpointInvalid
 from shared.quant.fp4 import pack_nibbles, quantise_fp4
 from shared.quant.fp8 import quantise_fp8
 from shared.quant.policy import POLICIES, Policy

@@ -15,7 +15,7 @@ from services.trainer.convert.torch_dist import (
     write_index,
     write_integrity,
 )
-from shared.models.deepseek_v4.checkpoint import CheckpointInvalid
+from shared.models.deepseek_v4.headers import CheckpointInvalid
 
 FILE = "__0_1.distcp"
 
