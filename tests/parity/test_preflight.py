@@ -14,7 +14,9 @@ from torch import Tensor
 from services.rollout.engine.requests import GroupRequest
 from services.trainer.books import Books
 from services.trainer.engine.actor import Actor
+from services.trainer.preflight import devices as devices_of_host
 from services.trainer.preflight.check import Preflight
+from services.trainer.preflight.devices import Devices
 from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.preflight.memory import plan_memory
 from services.trainer.report.proofs import preflight_sentence
@@ -160,7 +162,17 @@ class World:
     books: Books
     record: Record
 
-    def preflight(self, servers: Servers, *, job: Job | None = None, free: int = 8 * GIB) -> Any:
+    def preflight(
+        self,
+        servers: Servers,
+        *,
+        job: Job | None = None,
+        free: int = 8 * GIB,
+        devices: Devices | None = None,
+    ) -> Any:
+        async def find_devices() -> Devices | None:
+            return devices
+
         http = HttpClient(attempts=1, transport=httpx.MockTransport(servers.answer))
         return Preflight(
             job=job or self.job,
@@ -174,6 +186,7 @@ class World:
             prompts=PROMPTS,
             settle_grace_s=0.0,
             available_bytes=lambda: free,
+            find_devices=find_devices,
         )
 
 
@@ -291,6 +304,52 @@ async def test_memory_beyond_the_machine_is_refused_before_anything_starts(world
     with pytest.raises(PreflightRefused, match=r"memory: 0\.\d+ GB are needed \(ranks: weights"):
         await world.preflight(Servers(), free=2**20).check_memory()
     assert world.record.events[0]["problems"]
+
+
+async def test_memory_beyond_the_accelerators_is_refused(world: World) -> None:
+    """The host has room for all of it; that is not where the ranks' memory is."""
+    small, large = Devices(2 * GIB), Devices(80 * GIB)
+    with pytest.raises(PreflightRefused, match=r"memory: 4\.\d+ GB are needed \(rank: weights"):
+        await world.preflight(Servers(), free=500 * GIB, devices=small).check_memory()
+    refused = world.record.events[0]["memory"]
+    assert refused["available"] == 2 * GIB
+    assert "2.15 GB are available" in world.record.events[0]["problems"][0]
+    await world.preflight(Servers(), free=1, devices=large).check_memory()
+    assert len(world.record.events) == 1
+
+
+async def test_accelerators_that_nobody_knows_are_told_of(
+    world: World, weights: dict[str, Tensor]
+) -> None:
+    servers = Servers(one=SamplerSide.of(ARCH, weights))
+    preflight = world.preflight(servers, devices=Devices(None))
+    await preflight.check_memory()
+    await preflight.run(0)
+    (event,) = world.record.events
+    assert (event["passed"], event["memory"]["available"]) == (True, None)
+    assert event["untold"][0].startswith("the memory plan is compared with nothing")
+    assert "memory of samplers" in event["untold"][1]
+
+
+async def test_the_emptiest_accelerator_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices_of_host, "NODES", (tmp_path / "none",))
+    assert await devices_of_host.find_devices() is None
+    monkeypatch.setattr(devices_of_host, "NODES", (tmp_path,))
+    monkeypatch.setattr(devices_of_host, "AMD", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert await devices_of_host.find_devices() == Devices(None)  # no tool tells
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 1024; echo '[N/A]'; echo 143000\n")
+    tool.chmod(0o755)
+    assert await devices_of_host.find_devices() == Devices(143000 * 2**20)
+    for card, used in (("card0", 60), ("card1", 10)):
+        folder = tmp_path / card / "device"
+        folder.mkdir(parents=True)
+        (folder / "mem_info_vram_total").write_text("100\n")
+        (folder / "mem_info_vram_used").write_text(f"{used}\n")
+    assert await devices_of_host.find_devices() == Devices(90)
 
 
 def test_memory_plan_grows_with_what_is_asked_for(world: World) -> None:

@@ -8,16 +8,17 @@ run            the first version is offered without a probe, since here is the j
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import structlog
 
 from services.trainer.books import Books
 from services.trainer.events import EventLog, EventMaker
+from services.trainer.preflight.devices import Devices, find_devices
 from services.trainer.preflight.dry_update import dry_update
-from services.trainer.preflight.findings import Findings, PreflightRefused, ServerParity
-from services.trainer.preflight.memory import has_accelerator, plan_memory
+from services.trainer.preflight.findings import Findings, MemoryPlan, PreflightRefused, ServerParity
+from services.trainer.preflight.memory import plan_device, plan_memory
 from services.trainer.preflight.parity import ParityCheck, ParityUnknown, Trained
 from services.trainer.publisher import Publisher
 from services.trainer.transactions import Transaction, UpdateFailed
@@ -53,6 +54,7 @@ class Preflight:
         prompts: Sequence[Sequence[int]],
         settle_grace_s: float,
         available_bytes: Callable[[], int] = available_memory_bytes,
+        find_devices: Callable[[], Awaitable[Devices | None]] = find_devices,
     ) -> None:
         self._job, self._checkpoint, self._settings = job, checkpoint, job.preflight
         self._books, self._record, self._events = books, record, events
@@ -60,6 +62,7 @@ class Preflight:
         self._prompts = prompts[:NUM_PROMPTS]
         self._settle_grace_s = settle_grace_s
         self._available_bytes = available_bytes
+        self._find_devices = find_devices
         self._findings = Findings()
 
     @property
@@ -71,9 +74,7 @@ class Preflight:
         if not self.is_due:
             return
         arch = await asyncio.to_thread(Architecture.load, self._checkpoint)
-        available = None if has_accelerator() else self._available_bytes()
-        plan = await asyncio.to_thread(plan_memory, self._job, arch, available_bytes=available)
-        self._findings.memory = plan
+        plan = self._findings.memory = await self._plan(arch)
         share = self._settings.max_memory_share
         if plan.available is not None and plan.needed > share * plan.available:
             parts = ", ".join(f"{name} {_gb(size)}" for name, size in plan.parts.items())
@@ -81,6 +82,23 @@ class Preflight:
                 f"memory: {_gb(plan.needed)} are needed ({parts}), {_gb(plan.available)} are "
                 f"available and preflight.max_memory_share is {share:g}"
             )
+
+    async def _plan(self, arch: Architecture) -> MemoryPlan:
+        """Of the host, or of an accelerator if it has any; what is not compared then is told."""
+        devices, job = await self._find_devices(), self._job
+        if devices is None:
+            available = self._available_bytes()
+            return await asyncio.to_thread(plan_memory, job, arch, available_bytes=available)
+        if devices.free_bytes is None:
+            self._findings.untold.append(
+                "the memory plan is compared with nothing: nobody says what is free of the "
+                "accelerators of this host"
+            )
+        self._findings.untold.append(
+            "a rank alone is planned for an accelerator: memory of samplers, of the host "
+            "and of other nodes' accelerators is not compared"
+        )
+        return await asyncio.to_thread(plan_device, job, arch, free_bytes=devices.free_bytes)
 
     async def run(self, policy_version: int) -> None:
         """Raises `PreflightRefused`, or `DeadlineExceeded` when no server comes to serve."""

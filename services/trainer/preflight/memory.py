@@ -1,29 +1,24 @@
 """Bytes that a job needs on this machine, from shapes alone: its ranks, and a sampler beside them.
 
 The ranks' part is the planner's. Of the engine are counted its published and derived weights, both
-twice during an update, and its cache. Where there are accelerators the ranks' part is not host
-memory, and nothing is compared.
+twice during an update, and its cache. Where there are accelerators the ranks' part is theirs: one
+rank is planned for one device, with what its runtime takes.
 """
 
 import math
 from dataclasses import fields
 from math import prod
-from pathlib import Path
 
 from services.trainer.preflight.findings import MemoryPlan
 from shared.job import Job
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.names import tensor_specs, weight_shapes
 from shared.planner import plan
+from shared.planner.setup import RUNTIME_BYTES
 
 FP32_BYTES = 4
 MAX_PREFIX_SLOTS = 16  # prompts that an engine computes ahead, and as many to score with
 STORED_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
-ACCELERATORS = ("/dev/nvidia0", "/dev/kfd")
-
-
-def has_accelerator() -> bool:
-    return any(Path(device).exists() for device in ACCELERATORS)
 
 
 def plan_memory(job: Job, arch: Architecture, *, available_bytes: int | None) -> MemoryPlan:
@@ -33,6 +28,13 @@ def plan_memory(job: Job, arch: Architecture, *, available_bytes: int | None) ->
     if not job.cluster.rollout_nodes:
         parts |= {f"engine: {name}": size for name, size in _engine(job, arch).items()}
     return MemoryPlan(parts, sum(parts.values()), available_bytes)
+
+
+def plan_device(job: Job, arch: Architecture, *, free_bytes: int | None) -> MemoryPlan:
+    """The fullest rank on a device of its own."""
+    parts = {f"rank: {name}": size for name, size in _rank(job, arch).items()}
+    parts |= {"rank: runtime": RUNTIME_BYTES}
+    return MemoryPlan(parts, sum(parts.values()), free_bytes)
 
 
 def _rank(job: Job, arch: Architecture) -> dict[str, int]:
