@@ -89,6 +89,13 @@ def test_the_published_run_sets_every_published_variable() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["dsv4-flash-mi355x-4node", "dsv4-flash-h200"])
+def test_the_cluster_presets_stop_well_above_the_published_drift(name: str) -> None:
+    job, published = load(name), 0.09
+    assert 2 * published < job.bounds.max_mean_abs_delta_logprob < 4 * published
+    assert 2 * published < job.update.probe_max_mean_abs_delta < 4 * published
+
+
 @pytest.mark.parametrize(
     ("name", "gigabytes", "host_gigabytes"),
     [("dsv4-flash-mi355x-4node", 288, 3000), ("dsv4-flash-h200", 141, 2000)],
