@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MIN_PYTHON = (3, 11)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -63,6 +63,21 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, to kill and reap them."""
+    _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """Pids of this (single) thread's children, adopted ones and zombies included."""
+    pid = os.getpid()
+    return {
+        int(one)
+        for line in _lines(Path(f"/proc/{pid}/task/{pid}/children"))
+        for one in line.split()
+    }
 
 
 def kill_marked(variable: str, value: str) -> None:

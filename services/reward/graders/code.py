@@ -1,5 +1,7 @@
 """Programming answers: the last fenced block is run on every test, locked down (`sandbox.py`).
 
+Fences are paired line by line; blocks of Python and those that name no language count. All tests
+together have `SHARE` of the check's own limit, so that what is too slow is wrong, not timed out.
 The gold is JSON: {"inputs": ["2 3\\n"], "outputs": ["5\\n"]} for programs that read and print, with
 "function": "add" and argument lists as inputs for functions. All tests must pass for a 1; a program
 that fails, prints something else or takes too long earns 0. Expected outputs never enter its
@@ -13,22 +15,25 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from services.reward.graders import sandbox
+from services.reward.graders import limit, sandbox
+from services.reward.graders.extraction import NoAnswer, final_part
 from shared.messages import Score, Unparseable
 
-CPU_S, WALL_S = 4, 6.0  # of one test
+SHARE = 0.8  # of the check's limit
 MEMORY_BYTES = 512 * 2**20
 FILE_BYTES = 16 * 2**20
 MAX_TESTS = 100
 TOLERANCE = 1e-6  # of numbers that a function returns or a program prints
 
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_REASONING_END = "</think>"
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^`\s]*)[^`]*")
+_LANGUAGES = {"", "python", "python3", "py"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +55,37 @@ class _Ended:
 def grade(response: str, gold: str) -> Score | Unparseable:
     """1 if every test passes. ValueError: the gold has no tests; OSError: no lock-down here."""
     tests = _read_gold(gold)
-    blocks = _BLOCK.findall(response.rpartition(_REASONING_END)[2])
+    try:
+        blocks = _blocks(final_part(response))
+    except NoAnswer as err:
+        return Unparseable(reason=str(err))
     if not blocks:
-        return Unparseable(reason="no fenced block of code")
+        return Unparseable(reason="no fenced block of Python")
     code = blocks[-1]
+    deadline_s = time.monotonic() + SHARE * limit.current_s()
     for number, (given, expected) in enumerate(zip(tests.inputs, tests.outputs, strict=True), 1):
-        ended = _run(code, given, tests.function)
+        ended = _run(code, given, tests.function, deadline_s - time.monotonic())
         if ended.failure or not _passes(ended, expected, tests.function):
             why = ended.failure or "another result"
             return Score(value=0.0, extracted=code[:200], reason=f"test {number}: {why}")
     return Score(value=1.0, extracted=code[:200], reason=f"{len(tests.inputs)} tests passed")
+
+
+def _blocks(text: str) -> list[str]:
+    """The closed blocks of Python; one that a limit of tokens has cut off is none."""
+    blocks: list[str] = []
+    mark, language, lines = "", "", list[str]()
+    for line in text.splitlines():
+        fence = _FENCE.fullmatch(line)
+        if not mark and fence:
+            mark, language, lines = fence[1], fence[2].lower(), []
+        elif mark and fence and not fence[2] and fence[1].startswith(mark):
+            if language in _LANGUAGES:
+                blocks.append(textwrap.dedent("\n".join(lines)))
+            mark = ""
+        else:
+            lines.append(line)
+    return blocks
 
 
 def _read_gold(gold: str) -> _Tests:
@@ -76,7 +102,9 @@ def _read_gold(gold: str) -> _Tests:
     return tests
 
 
-def _run(code: str, given: Any, function: str | None) -> _Ended:
+def _run(code: str, given: Any, function: str | None, left_s: float) -> _Ended:
+    if left_s <= 0:
+        return _Ended(failure="no time was left")
     with tempfile.TemporaryDirectory(prefix="tandem-code-") as folder:
         request = {
             "code": code,
@@ -84,14 +112,14 @@ def _run(code: str, given: Any, function: str | None) -> _Ended:
             "stdin": given if function is None else "",
             "function": function,
             "arguments": given if function is not None else [],
-            "cpu_s": CPU_S,
+            "cpu_s": math.ceil(left_s),
             "memory_bytes": MEMORY_BYTES,
             "file_bytes": FILE_BYTES,
         }
-        return _in_child(request, Path(folder))
+        return _in_child(request, Path(folder), left_s)
 
 
-def _in_child(request: dict[str, Any], folder: Path) -> _Ended:
+def _in_child(request: dict[str, Any], folder: Path, left_s: float) -> _Ended:
     names = ("out", "errors", "result")
     with contextlib.ExitStack() as stack:
         out, errors, result = (stack.enter_context((folder / n).open("w+b")) for n in names)
@@ -103,11 +131,11 @@ def _in_child(request: dict[str, Any], folder: Path) -> _Ended:
                 stderr=errors,
                 env=_ENVIRONMENT,
                 pass_fds=[result.fileno()],
-                timeout=WALL_S,
+                timeout=left_s,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return _Ended(failure=f"took longer than {WALL_S:g} s")
+            return _Ended(failure=f"took longer than {left_s:.1f} s")
         if done.returncode == sandbox.LOCK_FAILED:
             raise OSError(_text(errors).strip())
         if done.returncode != 0:

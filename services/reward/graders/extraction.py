@@ -69,7 +69,7 @@ class NoAnswer(Exception):
 
 def find_answer(response: str) -> Answer:
     """The answer that `response` gives, or `NoAnswer`."""
-    text = _final_part(response)
+    text = final_part(response)
     boxes = [match.start() for match in _BOX.finditer(text)]
     labels = list(_LABEL.finditer(text))
     tags = list(_TAG.finditer(text))
@@ -88,14 +88,15 @@ def find_answer(response: str) -> Answer:
 
 def count_statements(response: str) -> int:
     """Boxes, labels and tags of the final part; a box within a label or a tag is not one more."""
-    text = _final_part(response)
+    text = final_part(response)
     places = [match.start() for match in _BOX.finditer(text)]
     outer = [match.end() for pattern in (_LABEL, _TAG) for match in pattern.finditer(text)]
     inner = sum(any(not text[end:place].strip("$*_ \n(\\[") for end in outer) for place in places)
     return len(places) + len(outer) - inner
 
 
-def _final_part(response: str) -> str:
+def final_part(response: str) -> str:
+    """What follows the reasoning; `NoAnswer` when that never ends."""
     ends = list(_REASONING_END.finditer(response))
     text = response[ends[-1].end() :] if ends else response
     if _REASONING_START.search(text):

@@ -1,7 +1,8 @@
 """Runs one program that nobody trusts, locked down; started as a script by `code.py`, stdlib only.
 
     limits (CPU, memory, files) ──> Landlock (reads Python, writes its own folder) ──> seccomp
-    (no sockets, processes, signals) ──> the program
+    (no sockets, processes, signals, priorities, shared memory; no way out of its process group or
+    of dying with its parent) ──> the program
 
 What cannot be locked does not run: exit code LOCK_FAILED. The request comes on stdin as JSON; the
 program's own standard input and output are files, and so is where the value of a function goes.
@@ -24,20 +25,33 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER =
 _SIGKILL, _EPERM, _ENOSYS = 9, 1, 38
 
 # Kernel ABI: include/uapi/asm-generic/unistd.h and arch/x86/entry/syscalls/syscall_64.tbl. Each is
-# denied: networks, other processes, signals, mounts, limits, clocks, keys, kernel interfaces.
+# denied: networks, other processes, signals, priorities, process groups, System V and POSIX queues
+# and memory (they outlive their maker), mounts, limits, clocks, keys, kernel interfaces.
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _DENIED = {
     "x86_64": [
-        41, 42, 43, 44, 46, 47, 49, 50, 53, 57, 58, 59, 62, 101, 112, 155, 160, 161, 163, 164, 165,
-        166, 167, 168, 169, 170, 175, 176, 200, 227, 234, 246, 248, 249, 250, 272, 288, 298, 302,
-        303, 304, 308, 310, 311, 313, 321, 322, 323, 424, 425, 426, 427, 434, 438, 440,
+        29, 30, 31, 41, 42, 43, 44, 46, 47, 49, 50, 53, 57, 58, 59, 62, 64, 65, 66, 67, 68, 69, 70,
+        71, 101, 109, 112, 129, 141, 142, 144, 155, 160, 161, 163, 164, 165, 166, 167, 168, 169,
+        170, 175, 176, 200, 203, 220, 227, 234, 240, 241, 246, 248, 249, 250, 251, 256, 272, 279,
+        288, 297, 298, 302, 303, 304, 308, 310, 311, 312, 313, 314, 321, 322, 323, 424, 425, 426,
+        427, 428, 429, 430, 431, 432, 433, 434, 438, 440, 442, 448,
     ],
     "aarch64": [
-        39, 40, 41, 51, 89, 97, 104, 105, 106, 112, 117, 129, 130, 131, 142, 157, 161, 164, 170,
-        198, 199, 200, 201, 202, 203, 206, 211, 212, 217, 218, 219, 221, 224, 225, 241, 242, 261,
-        264, 265, 268, 270, 271, 273, 280, 281, 282, 424, 425, 426, 427, 434, 438, 440,
+        30, 39, 40, 41, 51, 89, 97, 104, 105, 106, 112, 117, 118, 119, 122, 129, 130, 131, 138, 140,
+        142, 154, 157, 161, 164, 170, 180, 181, 186, 187, 188, 189, 190, 191, 192, 193, 194, 195,
+        196, 197, 198, 199, 200, 201, 202, 203, 206, 211, 212, 217, 218, 219, 221, 224, 225, 238,
+        239, 240, 241, 242, 261, 264, 265, 268, 270, 271, 272, 273, 274, 280, 281, 282, 424, 425,
+        426, 427, 428, 429, 430, 431, 432, 433, 434, 438, 440, 442, 448,
     ],
 }  # fmt: skip
+# Denied by an argument: (system call, which argument, values). fcntl's F_SETOWN, F_SETSIG,
+# F_SETOWN_EX and F_NOTIFY and ioctl's FIOASYNC, FIOSETOWN and SIOCSPGRP have others signalled;
+# PR_SET_PDEATHSIG would let the program outlive its parent.
+_DENIED_ARGUMENTS = {
+    "x86_64": [(72, 1, (8, 10, 15, 1026)), (16, 1, (0x5452, 0x8901, 0x8902)), (157, 0, (1,))],
+    "aarch64": [(25, 1, (8, 10, 15, 1026)), (29, 1, (0x5452, 0x8901, 0x8902)), (167, 0, (1,))],
+}
+_FCNTL, _F_SETFL, _O_ASYNC = {"x86_64": 72, "aarch64": 25}, 4, 0o20000
 _CLONE3 = 435  # its arguments cannot be looked at; without it the C library uses clone
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
@@ -158,6 +172,20 @@ def _filter(machine: str) -> Iterator[bytes]:
     for number in _DENIED[machine]:
         yield instruction(equal, number, 0, 1)
         yield instruction(answer, deny)
+    for number, argument, values in _DENIED_ARGUMENTS[machine]:
+        yield instruction(equal, number, 0, 2 * len(values) + 2)
+        yield instruction(load, 16 + 8 * argument)
+        for value in values:
+            yield instruction(equal, value, 0, 1)
+            yield instruction(answer, deny)
+        yield instruction(load, 0)
+    yield instruction(equal, _FCNTL[machine], 0, 6)
+    yield instruction(load, 24)
+    yield instruction(equal, _F_SETFL, 0, 3)
+    yield instruction(load, 32)
+    yield instruction(bits, _O_ASYNC, 0, 1)
+    yield instruction(answer, deny)
+    yield instruction(load, 0)
     yield instruction(equal, _CLONE3, 0, 1)
     yield instruction(answer, unknown)
     yield instruction(equal, _CLONE[machine], 0, 3)  # threads may begin, processes may not

@@ -3,9 +3,11 @@
 import array
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -30,8 +32,10 @@ class Zygote:
         process: asyncio.subprocess.Process,
         control: socket.socket,
         on_failure: Callable[[str], None],
+        folder: str,
     ) -> None:
         self._process = process
+        self._folder = folder  # each worker's temporary files are in one of their own
         self._control = control
         self._on_failure = on_failure
         self._answers: dict[tuple[str, int], asyncio.Future[int]] = {}
@@ -52,8 +56,9 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 env=os.environ | _ONE_THREAD,
             )
-        zygote = cls(process, ours, on_failure)
+        zygote = cls(process, ours, on_failure, tempfile.mkdtemp(prefix="tandem-grading-"))
         settings = config.model_dump(include={"plug_ins", "memory_bytes"})
+        settings["folder"] = zygote._folder
         try:
             loaded = zygote._answer_to("loaded", 0)
             await zygote._send(settings, [])
@@ -113,6 +118,7 @@ class Zygote:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _answer_to(self, event: str, number: int) -> "asyncio.Future[int]":
         if self._failure is not None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.reward.graders import limit
 from services.reward.graders.grader import Grader
 from services.reward.pool.wire import ProgressPage, encode, receive
 from shared.messages import GraderError, Score, Unparseable
@@ -32,7 +33,7 @@ def work(
     memory_bytes: int,
     parent_pid: int,
 ) -> None:
-    """Serve frames of [batch, [[grader, response, gold], ...]] until the service goes away."""
+    """Serve frames of [batch, [[grader, response, gold, limit], ...]] until the service goes."""
     die_with_parent(parent_pid)
     # A group of its own, so that whatever a grader starts can be killed with it. Not a session:
     # Linux may schedule those as equals (sched_autogroup), and nice counts within one only.
@@ -49,11 +50,12 @@ def _grade_batch(
     link: socket.socket,
     page: ProgressPage,
     batch: int,
-    checks: list[tuple[str, str, str]],
+    checks: list[tuple[str, str, str, float]],
 ) -> None:
     done: list[tuple[int, float, dict[str, Any]]] = []
     reported_s = time.monotonic()
-    for index, (grader, response, gold) in enumerate(checks):
+    for index, (grader, response, gold, limit_s) in enumerate(checks):
+        limit.set_current(limit_s)
         page.write(batch, index)
         begin_s = time.perf_counter()
         outcome, is_spent = _grade(graders, grader, response, gold)

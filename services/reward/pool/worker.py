@@ -70,7 +70,7 @@ class Worker(asyncio.Protocol):
         self.batch = list(tasks)
         self.num_checks += len(tasks)
         self._sent_s = time.monotonic()
-        checks = [(task.check.grader, task.check.response, task.check.gold) for task in tasks]
+        checks = [(c.grader, c.response, c.gold, c.timeout_s) for c in (t.check for t in tasks)]
         self._transport.write(encode([self.number, checks]))
 
     def open_tasks(self) -> list[Task]:

@@ -3,16 +3,20 @@
 Commands come over the control socket, one packet each: `fork` brings a worker's socket and page,
 `end` names a pid to kill and reap, `prepare` loads the heavy graders and then, between commands,
 warms them up. Only this process knows which pids are its children's, so no other process can be
-hit. It has one thread, because it forks; when the service goes, so does it.
+hit. It adopts what killed workers leave behind: their processes are killed and reaped, their
+temporary folders removed. It has one thread, because it forks; when the service goes, so does it.
 """
 
 import contextlib
 import gc
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import msgpack
@@ -21,7 +25,7 @@ from services.reward.graders.grader import HEAVY, Grader, addresses, load_grader
 from services.reward.graders.warmth import WARM_UP
 from services.reward.pool.grading import work
 from services.reward.pool.wire import ProgressPage
-from shared.process import die_with_parent, prepare_to_fork
+from shared.process import adopt_orphans, children, die_with_parent, prepare_to_fork
 
 MAX_PACKET_BYTES = 64 * 2**10
 
@@ -44,6 +48,9 @@ class Zygote:
         self._graders: dict[str, Grader] = {}
         self._children: set[int] = set()
         self._dying: set[int] = set()  # killed; a niced process may take its time to go
+        self._dead: dict[int, int] = {}  # exit codes of those that went by themselves
+        self._cleaners: set[int] = set()  # they remove folders
+        adopt_orphans()
         self._child_died, died = socket.socketpair()
         for end in (self._child_died, died):
             end.setblocking(False)
@@ -81,8 +88,13 @@ class Zygote:
     def end_all(self) -> None:
         for pid in list(self._children):
             self._kill(pid)
-        for pid in self._dying:
-            os.waitpid(pid, 0)
+        while left := (children() | self._dying) - self._cleaners:
+            for pid in left:
+                self._kill_anything(pid)
+                self._dying.discard(pid)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+        shutil.rmtree(self._settings["folder"], ignore_errors=True)
 
     @property
     def _addresses(self) -> dict[str, str]:
@@ -127,6 +139,9 @@ class Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for link_of_zygote in (self._control, self._child_died, self._wakeup):
                 link_of_zygote.close()
+            folder = self._folder_of(os.getpid())
+            folder.mkdir(exist_ok=True)
+            tempfile.tempdir = str(folder)
             work(
                 self._graders,
                 socket.socket(fileno=link),
@@ -140,10 +155,15 @@ class Zygote:
 
     def _kill(self, pid: int) -> None:
         """Kill a worker with all that it started; `_reap` tells when it is gone."""
+        if (code := self._dead.pop(pid, None)) is not None:
+            self._tell("ended", pid, code)
         if pid not in self._children:
             return
         self._children.discard(pid)
         self._dying.add(pid)
+        self._kill_anything(pid)
+
+    def _kill_anything(self, pid: int) -> None:
         for kill in (os.killpg, os.kill):  # its group, if it came as far as having one
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
@@ -151,15 +171,61 @@ class Zygote:
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._child_died.recv(4096)
-        for pid in list(self._dying):
-            reaped, status = os.waitpid(pid, os.WNOHANG)
-            if reaped:
-                self._dying.discard(pid)
-                self._tell("ended", pid, os.waitstatus_to_exitcode(status))
+        with contextlib.suppress(ChildProcessError):  # no child at all
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                self._reaped(pid, os.waitstatus_to_exitcode(status))
+        for orphan in children() - self._children - self._dying - self._cleaners:
+            self._kill_anything(orphan)
+
+    def _reaped(self, pid: int, code: int) -> None:
+        self._cleaners.discard(pid)
+        if pid in self._dying:
+            self._dying.discard(pid)
+            self._tell("ended", pid, code)
+        elif pid in self._children:
+            self._children.discard(pid)
+            self._dead[pid] = code
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what it has left behind
+        else:
+            return
+        self._remove(self._folder_of(pid))
+
+    def _folder_of(self, pid: int) -> Path:
+        return Path(self._settings["folder"]) / str(pid)
+
+    def _remove(self, folder: Path) -> None:
+        """At once where it is empty; else in a process, since a program may leave many files."""
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            pid = os.fork()
+            if pid == 0:
+                _remove_all(folder)
+            self._cleaners.add(pid)
 
     def _tell(self, event: str, number: int = 0, value: int = 0, *, reason: str = "") -> None:
         message = {"event": event, "id": number, "value": value, "reason": reason}
         self._control.send(cast(bytes, msgpack.packb(message)))
+
+
+def _remove_all(folder: Path) -> NoReturn:
+    """Whatever the modes of folders within it are; links are not followed."""
+    try:
+        os.nice(19)
+        for path, folders, _ in os.walk(folder):
+            for name in folders:
+                inner = Path(path, name)
+                if not inner.is_symlink():
+                    inner.chmod(0o700)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Programs: what passes, what fails, and what a locked-down child must not be able to do."""
 
 import json
+import platform
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,14 @@ def test_a_program_that_fails_earns_nothing_and_says_why(code: str, gold: str, r
         ("open('/etc/passwd').read()", "Permission denied"),
         ("import os; os.listdir('/proc')", "Permission denied"),
         ("open('/tmp/tandem-escaped', 'w')", "Permission denied"),
+        ("import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", "PermissionError"),
+        ("import os; os.sched_setaffinity(os.getppid(), [0])", "PermissionError"),
+        ("import os; os.setpgid(0, 0)", "PermissionError"),
+        ("import os; os.setsid()", "PermissionError"),
+        ("import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, 1)", "PermissionError"),
+        ("import fcntl; fcntl.fcntl(0, 10, 9)", "PermissionError"),
+        ("import fcntl; fcntl.fcntl(0, fcntl.F_SETFL, 0o20000)", "PermissionError"),
+        ("import fcntl; fcntl.ioctl(0, 0x5452, 1)", "PermissionError"),
         ("bytearray(10**10)", "MemoryError"),
         ("import ctypes; ctypes.CDLL(None).abort()", "another result"),
     ],
@@ -70,6 +80,35 @@ def test_a_locked_down_program_reaches_nothing_outside(code: str, reason: str) -
     if reason != "another result":
         assert reason in outcome.reason
     assert not Path("/tmp/tandem-escaped").exists()
+
+
+CALLS = {  # tried by number, with arguments that would do no harm
+    "x86_64": {"rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "shmget": 29, "semget": 64,
+               "msgget": 68, "mq_open": 240, "sched_setscheduler": 144, "ioprio_set": 251},
+    "aarch64": {"rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "shmget": 194, "semget": 190,
+                "msgget": 186, "mq_open": 180, "sched_setscheduler": 119, "ioprio_set": 30},
+}[platform.machine()]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", CALLS.values(), ids=CALLS.keys())
+def test_a_denied_call_reaches_no_kernel(number: int) -> None:
+    code = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        f"failed = libc.syscall({number}, -1, -1, -1, -1)\nprint(failed, ctypes.get_errno())"
+    )
+    gold = json.dumps({"inputs": [""], "outputs": ["-1 1"]})  # EPERM
+    assert graded(code, gold).value == 1.0
+
+
+def test_a_program_cannot_choose_to_outlive_its_parent_but_may_lock_files() -> None:
+    gold = json.dumps({"inputs": [""], "outputs": ["-1 1\n0"]})
+    code = (
+        "import ctypes, fcntl\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(libc.prctl(1, 0, 0, 0, 0), ctypes.get_errno())\n"
+        "file = open('a', 'w')\nfcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print(fcntl.fcntl(file, fcntl.F_SETFD, 0))"
+    )
+    assert graded(code, gold).value == 1.0
 
 
 def test_a_program_may_use_its_own_folder_and_threads() -> None:
@@ -84,8 +123,47 @@ def test_a_program_may_use_its_own_folder_and_threads() -> None:
 
 
 def test_a_program_that_runs_on_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.graders.code.WALL_S", 1.0)
-    assert "took longer than 1 s" in graded("while True: pass").reason
+    monkeypatch.setattr("services.reward.graders.limit._current_s", 1.5)
+    assert "took longer than 1.2 s" in graded("while True: pass").reason
+
+
+def test_all_tests_together_stay_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.graders.limit._current_s", 2.0)
+    gold = json.dumps({"inputs": [""] * 50, "outputs": ["5"] * 50})
+    begin_s = time.monotonic()
+    outcome = graded("import time; time.sleep(0.3); print(5)", gold)
+    assert outcome.value == 0.0
+    assert time.monotonic() - begin_s < 2.0
+
+
+PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        f"```text\nsample\n```\nSolution:\n```python\n{PROGRAM}\n```",
+        f"```cpp\nint x;\n```\n\n```\n{PROGRAM}\n```\n```text\n5\n```",
+        f"~~~Python\n{PROGRAM}\n~~~",
+        f"```python\n{PROGRAM}\n```\nand then\n```python\nprint(",
+        f"1. So:\n   ```python3\n   {PROGRAM.replace(chr(10), chr(10) + '   ')}\n   ```",
+    ],
+)
+def test_the_last_closed_block_of_python_counts(response: str) -> None:
+    assert grade(response, SUMS).value == 1.0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        f"<think>\n```python\n{PROGRAM}\n```",
+        f"```python\n{PROGRAM}",
+        f"```cpp\n{PROGRAM}\n```",
+        f"```text\n```python\n{PROGRAM}",
+    ],
+)
+def test_a_draft_or_another_language_is_no_program(response: str) -> None:
+    assert isinstance(grade(response, SUMS), Unparseable)
 
 
 def test_a_response_without_a_program_is_unparseable() -> None:
