@@ -20,11 +20,12 @@ from shared.messages import GraderError, Outcome, Score, Timeout
 HOSTILE = Path(__file__).parents[1] / "fixtures" / "graders"
 NAMES = (
     "sleeps", "spins", "hangs_in_c", "takes_memory", "hides_memory_errors", "raises", "recurses",
-    "exits", "kills_itself", "leaves_a_child", "returns_nonsense", "says_pid",
+    "exits", "kills_itself", "leaves_a_child", "leaves_an_orphan",
+    "returns_nonsense", "says_pid",
 )  # fmt: skip
 PLUG_INS = {name: f"hostile_graders:{name}" for name in NAMES}
 CONFIG = PoolConfig(workers=2, slow_workers=2, plug_ins=PLUG_INS, memory_bytes=256 * 2**20)
-
+TESTS = '{"inputs": [""], "outputs": [""]}'
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -171,6 +172,47 @@ async def test_checks_of_one_batch_do_not_wait_for_a_hostile_one(pool: GradingPo
     assert [outcome.kind for outcome in outcomes].count("score") == 40
     assert time.monotonic() - begin_s < 2.5
     assert (await small)[0] == Score(value=1.0, extracted="3")
+
+
+async def test_waiting_for_a_slow_place_uses_up_no_limit(pool: GradingPool) -> None:
+    """Two places: eight hostile checks hold them for 2.4 s, four times the limit of the others."""
+    hostile = [asyncio.create_task(grade_one(pool, "sleeps", "60", 0.6)) for _ in range(8)]
+    await wait_until(lambda: pool.depth > 0)
+    right_ones = await asyncio.gather(*(grade_one(pool, "sleeps", "0.1", 0.6) for _ in range(6)))
+    assert right_ones == [Score(value=1.0, extracted="0.1")] * 6
+    assert await asyncio.gather(*hostile) == [Timeout(after_s=0.6)] * 8
+
+
+async def test_a_check_that_finds_no_slow_place_is_an_error() -> None:
+    with hostile_graders_on_the_path():
+        pool = await GradingPool.start(CONFIG.model_copy(update={"slow_wait_s": 0.3}))
+    outcomes = await asyncio.gather(*(grade_one(pool, "sleeps", "60", 1.5) for _ in range(3)))
+    await pool.close()
+    kinds = sorted(outcome.kind for outcome in outcomes)
+    assert kinds == ["error", "timeout", "timeout"]
+    (failed,) = [outcome for outcome in outcomes if isinstance(outcome, GraderError)]
+    assert "queue full" in failed.reason
+
+
+async def test_a_killed_check_leaves_no_process_and_no_folder() -> None:
+    with hostile_graders_on_the_path():
+        pool = await GradingPool.start(CONFIG)
+    zygote = pool._zygote
+    assert zygote is not None
+    folder = Path(zygote._folder)
+    program = "import os, time\nos.mkdir('a')\nos.chmod('a', 0)\ntime.sleep(60)"
+    check = Check("code", f"```python\n{program}\n```", TESTS, 0.8)
+    busy = asyncio.create_task(pool.grade([check]))
+    await wait_until(lambda: any(folder.glob("*/tandem-code-*")))
+    await busy
+    await wait_until(lambda: not any(folder.glob("*/tandem-code-*")))
+    assert await grade_one(pool, "leaves_an_orphan", str(folder / "pid"), 0.8) == Timeout(
+        after_s=0.8
+    )
+    orphan = int((folder / "pid").read_text())
+    await wait_until(lambda: not is_alive(orphan))
+    await pool.close()
+    await wait_until(lambda: not folder.exists())
 
 
 async def test_a_thousand_checks_do_not_hold_up_a_group(pool: GradingPool) -> None:

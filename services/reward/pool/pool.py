@@ -6,7 +6,7 @@
                                               spare one, forked beforehand, takes its place
 
 A hostile answer costs its neighbours 50 ms. With the slow lane full, its worker is killed and it
-waits for a place, at most as long as its own limit. Limits are watched from here: wall clock and
+waits for a place; its own limit begins anew with it. Limits are watched from here: wall clock and
 CPU time of the check, memory of its process. Every grader runs in the pool, however cheap, so that
 nothing is graded on the event loop and all have the same limits; a group costs one round trip.
 """
@@ -149,14 +149,13 @@ class GradingPool:
     async def close(self) -> None:
         """End every process; open requests raise `Fatal`."""
         self._fail("the grading pool is closed")
-        background = [*self._background, *([self._preparing] if self._preparing else [])]
+        background = [*self._background, *filter(None, [self._preparing])]
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         for worker in (*self._workers, *self._spares):
             worker.close()
-        self._workers.clear()
-        self._spares.clear()
+        self._workers, self._spares = set(), []
         if self._zygote is not None:
             await self._zygote.close()
 
@@ -271,13 +270,14 @@ class GradingPool:
             self._replace(worker, "slow lane full")
             self._slow_line.append(task)
             loop = asyncio.get_running_loop()
-            loop.call_later(task.check.timeout_s, self._give_up_waiting, task)
+            loop.call_later(self._config.slow_wait_s, self._give_up_waiting, task)
         self._dispatch()
 
     def _give_up_waiting(self, task: Task) -> None:
         if task in self._slow_line:
             self._slow_line.remove(task)
-            self._settle(task, Timeout(after_s=task.check.timeout_s))
+            waited = f"{self._config.slow_wait_s:g} s"
+            self._settle(task, GraderError(reason=f"queue full: no slow place within {waited}"))
 
     # Workers come and go.
 

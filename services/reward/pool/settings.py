@@ -17,6 +17,8 @@ class PoolConfig(Part):
     """Slow checks that may run beside them."""
     slow_after_s: float = Field(0.05, gt=0)
     """A check that runs longer is moved to the slow lane."""
+    slow_wait_s: float = Field(60.0, gt=0)
+    """How long a slow check may wait for a place; then it is an error, never a timeout."""
     slow_nice: int = Field(19, ge=0, le=19)
     """By how much the slow lane's scheduling priority is lower; 19 is the most."""
     memory_bytes: int = Field(2**30, ge=64 * 2**20)
