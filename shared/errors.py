@@ -9,6 +9,7 @@ TandemError
 ├── HttpFailed         a request was answered with an error, or not at all
 ├── ChannelClosed      the engine child (or its parent) went away
 ├── RemoteError        the engine child failed; carries the child's error by name
+├── PartialModel       no rank has the whole model, which was asked for; a ValueError, too
 ├── WeightsCorrupt     bytes of a weight version are not what its manifest says
 └── StackFailed        a program of the local stack cannot be started
 
@@ -70,6 +71,10 @@ class RemoteError(TandemError):
         super().__init__(f"{kind}: {text}")
         self.kind = kind
         self.text = text
+
+
+class PartialModel(TandemError, ValueError):
+    pass
 
 
 class WeightsCorrupt(TandemError):

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import msgpack
 
-from shared.errors import ChannelClosed, Rejected, RemoteError, Retryable
+from shared.errors import ChannelClosed, PartialModel, Rejected, RemoteError, Retryable
 
 MAX_FRAME_BYTES = 2**30
 HEADER = struct.Struct("<I")
@@ -15,6 +15,7 @@ _KNOWN: dict[str, type[Exception]] = {
     "Rejected": Rejected,
     "Retryable": Retryable,
     "ValueError": ValueError,
+    "PartialModel": PartialModel,
     "KeyError": KeyError,
     "TimeoutError": TimeoutError,
 }

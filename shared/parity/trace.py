@@ -69,7 +69,9 @@ class TraceRequest(Message):
     sequences: list[Int32] = Field(min_length=1, max_length=MAX_TRACE_SEQUENCES)
     policy_version: int | None = Field(None, description="refuse to trace any other")
     layers: tuple[int, int] | None = Field(None, description="first, and one past the last")
-    points: list[str] | None = Field(None, description="names within a layer, as 'router'")
+    points: list[str] | None = Field(
+        None, description="as 'router' in every layer, or one as 'layers.2.router'"
+    )
     rounding: TraceRounding = "own"
     streams: list[dict[str, StateArray]] | None = None
     timeout_s: float = Field(60.0, gt=0, le=3600)
@@ -146,9 +148,13 @@ class Recorder:
     def _is_wanted(self, name: str) -> bool:
         layer, part = split_point(name)
         points, layers = self._request.points, self._request.layers
-        if points is not None and part not in points:
+        if points is not None and part not in points and name not in points:
             return False
-        return layers is None or layer is None or layers[0] <= layer < layers[1]
+        first, end = layers or (0, self._arch.num_hidden_layers)
+        if layer is not None:
+            return first <= layer < end
+        # Of the points outside, those that the layers asked for begin or end with.
+        return first == 0 if part == "embed" else end == self._arch.num_hidden_layers
 
     def _cut(self, name: str, value: np.ndarray) -> np.ndarray:
         """Without rows that pad the batch; one sequence has no batch dimension."""

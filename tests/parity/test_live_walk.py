@@ -9,6 +9,7 @@ from torch import Tensor
 from services.trainer.engine.actor import Actor
 from shared.errors import Rejected
 from shared.models.deepseek_v4.checkpoint import write_release
+from shared.parity import live_walk
 from shared.parity.live_walk import MARGINS, walk_sides
 from shared.parity.trace import TraceRequest
 from tests.parity.conftest import Findings
@@ -72,6 +73,24 @@ async def test_some_layers_and_points_can_be_asked_for(
         found = (await side(asked)).states
         assert [sorted(states) for states in found] == [["layers.2.router", "layers.3.router"]] * 2
         assert [s["layers.2.router"].shape for s in found] == [[300, 8], [9, 8]]
+
+
+async def test_a_walk_in_many_parts_finds_what_one_does(
+    trainer: TrainerSide, right: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = await walk_sides(
+        trainer, SamplerSide.of(ARCH, right), ARCH, TOKENS[:40], margin=MARGINS["float32"]
+    )
+    recorded = (await trainer(TraceRequest(sequences=[TOKENS[:40]]))).states[0]
+    for name, state in recorded.items():
+        assert len(state.data) <= 4 * 40 * live_walk._width(name, ARCH), name
+    widest = max(len(state.data) for state in recorded.values())
+    monkeypatch.setattr(live_walk, "MAX_STATE_BYTES", 6 * widest)
+    assert len(live_walk._parts(ARCH, 40)) > 5
+    found = await walk_sides(
+        trainer, SamplerSide.of(ARCH, right), ARCH, TOKENS[:40], margin=MARGINS["float32"]
+    )
+    assert found.result.points == whole.result.points
 
 
 @pytest.fixture(scope="module")

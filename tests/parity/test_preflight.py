@@ -1,7 +1,7 @@
 """A preflight with a real actor and a real engine behind HTTP: what passes, what is refused."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from services.trainer.preflight.devices import Devices
 from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.preflight.memory import plan_memory
 from services.trainer.report.proofs import preflight_sentence
+from shared.errors import PartialModel
+from shared.frames import error_fields, error_from
 from shared.http import HttpClient
 from shared.job import Job
 from shared.messages import SamplingParams
@@ -98,6 +100,7 @@ class Servers:
         self.version = 0  # that they serve
         self.refusals = 0  # requests that are answered with 503 first
         self.rehearsed: str | None = None  # what a dry update comes to, if not to the same
+        self.spoil: Callable[[list[Any]], object] | None = None  # the results of a completion
         self.only_logprobs = False  # as an engine that shows no states and rehearses nothing
 
     @property
@@ -131,6 +134,8 @@ class Servers:
         assert request.url.path == "/v1/generate"
         asked = json.loads(request.content)
         results = [_completed(side, j, asked) for j in range(len(asked["prompts"]))]
+        if self.spoil is not None:
+            self.spoil(results)
         return httpx.Response(200, json={"policy_version": self.version, "results": results})
 
 
@@ -280,6 +285,56 @@ async def test_engine_of_log_probabilities_alone_is_compared_and_says_what_is_no
         "one is compared by log-probabilities alone: no layer walk between sglang and these ranks",
     ]
     assert "Not shown: one makes no dry update" in preflight_sentence(event)
+
+
+SPOILT: dict[str, tuple[Callable[[list[Any]], object], str]] = {
+    "a result too few": (lambda r: r.pop(), "expected results of 3 prompts, found 2 results"),
+    "a result too many": (lambda r: r.append(r[0]), "of 3 prompts, found 4 results"),
+    "a sample too few": (lambda r: r[1].pop(), "prompt 1: expected 2 samples, found 1"),
+    "a log-probability too few": (
+        lambda r: r[2][0]["logprobs"].pop(),
+        r"prompt 2: found \d+ log-probabilities of \d+ tokens",
+    ),
+    "a log-probability too many": (
+        lambda r: r[0][1]["logprobs"].append(-1.0),
+        r"prompt 0: found \d+ log-probabilities of \d+ tokens",
+    ),
+    "no token of the vocabulary": (
+        lambda r: r[0][0]["token_ids"].__setitem__(0, 10**6),
+        "the ranks cannot score what it sampled: .*1000000",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+async def test_answer_that_cannot_be_compared_is_refused_by_name(
+    case: str, world: World, weights: dict[str, Tensor]
+) -> None:
+    spoil, message = SPOILT[case]
+    servers = Servers(one=SamplerSide.of(ARCH, weights))
+    servers.spoil = spoil
+    with pytest.raises(PreflightRefused, match=rf"^one cannot be compared: .*{message}"):
+        await world.preflight(servers).run(0)
+
+
+@pytest.mark.parametrize("error", [PartialModel("on 2 ranks"), ValueError("the states exceed")])
+async def test_only_ranks_with_a_part_of_the_model_are_not_walked(
+    error: ValueError,
+    world: World,
+    weights: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(ranks: Ranks, request: bytes) -> bytes:
+        raise error_from(error_fields(error))  # as it comes from another process
+
+    monkeypatch.setattr(Ranks, "trace", refuse)
+    preflight = world.preflight(Servers(one=SamplerSide.of(ARCH, weights)))
+    if isinstance(error, PartialModel):
+        await preflight.run(0)
+        assert "no layer walk" in world.record.events[0]["untold"][0]
+    else:
+        with pytest.raises(PreflightRefused, match=r"^one cannot be compared: .*states exceed"):
+            await preflight.run(0)
 
 
 async def test_server_that_went_away_is_asked_again(

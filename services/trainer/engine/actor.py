@@ -44,7 +44,7 @@ from services.trainer.megatron.optimizer import (
 from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.packing import ScoredSequence, num_guessed
-from shared.errors import Rejected
+from shared.errors import PartialModel, Rejected
 from shared.job import Job, expand_path
 from shared.job_actor import OptimizerSection, ReplaySection
 from shared.job_algorithm import AlgorithmSection, CorrectionSection
@@ -192,10 +192,10 @@ class Actor:
     def trace(self, request: TraceRequest) -> list[dict[str, StateArray]]:
         """Inner states of given sequences, computed as the request asks.
 
-        ValueError where this rank sees only a part of them.
+        `PartialModel` where this rank sees only a part of them.
         """
         if max(self.layout.tensor, self.layout.pipeline, self.layout.context) > 1:
-            raise ValueError(
+            raise PartialModel(
                 f"layers are walked on ranks that hold all of them, not on {self.layout}"
             )
         self._progress("trace", self.step)
@@ -212,7 +212,7 @@ class Actor:
         """The samples' response tokens on every rung between this actor and its sampler."""
         self._progress("attribute", self.step)
         if not has_whole_model(self.model):
-            raise ValueError("drift is attributed where one rank has the whole model")
+            raise PartialModel("drift is attributed where one rank has the whole model")
 
         def score(sequences: list[ScoredSequence], rounding: TraceRounding) -> np.ndarray:
             return self._score(sequences, temperature, rounding).logprobs.numpy()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.models.deepseek_v4.trace import Trace
+from shared.errors import PartialModel
 from shared.parity.trace import Recorder, StateArray, TraceRequest
 from shared.quant.activation import ActivationQuant
 
@@ -16,12 +17,13 @@ from shared.quant.activation import ActivationQuant
 def traced_states(
     model: DeepSeekV4, request: TraceRequest, quant: ActivationQuant
 ) -> list[dict[str, StateArray]]:
-    """The states of each sequence. ValueError names what is out of bounds."""
+    """The states of each sequence. ValueError names what is out of bounds, or is
+    `PartialModel`."""
     request.check(model.architecture)
     if request.streams is not None:
         raise ValueError("the trainer traces its own streams: give them to the sampler")
     if not has_whole_model(model):
-        raise ValueError("states are traced where one rank has the whole model, and no rank has")
+        raise PartialModel("states are traced where one rank has the whole model, and no rank has")
     recorder = Recorder(request, model.architecture, _numpy)
     device = next(model.parameters()).device
     for tokens in request.sequences:

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from services.trainer.preflight.findings import ServerParity
-from shared.errors import HttpFailed, Rejected, TandemError
+from shared.errors import HttpFailed, PartialModel, Rejected, TandemError
 from shared.http import HttpClient
 from shared.job import Job
 from shared.messages import SamplingParams
@@ -85,8 +85,11 @@ class ParityCheck:
         """Raises `ParityUnknown` for answers that cannot be read, `HttpFailed` for none."""
         tokens, sampled = await self._sampled(url)
         temperature = self._job.sampling.temperature
-        alike = await self._ranks.score(tokens, temperature=temperature, rounding="sampler")
-        own = await self._ranks.score(tokens, temperature=temperature)
+        try:
+            alike = await self._ranks.score(tokens, temperature=temperature, rounding="sampler")
+            own = await self._ranks.score(tokens, temperature=temperature)
+        except ValueError as err:  # as a token that is not in the vocabulary
+            raise ParityUnknown(f"{url}: the ranks cannot score what it sampled: {err}") from err
         delta_alike = _deltas(sampled, alike)
         walked = await self._walk(url)
         return ServerParity(
@@ -119,6 +122,7 @@ class ParityCheck:
             generated = _Generated.model_validate(answer)
         except ValidationError as err:
             raise ParityUnknown(f"{where}: {err.errors()[0]['msg']}") from err
+        _check_counts(generated, len(self._prompts), where)
         pairs = [
             ([*prompt, *one.token_ids], [np.nan if p is None else p for p in one.logprobs])
             for prompt, samples in zip(self._prompts, generated.results, strict=True)
@@ -149,6 +153,8 @@ class ParityCheck:
             )
         except _NoStates:
             return None
+        except ValueError as err:
+            raise ParityUnknown(f"the layer walk with {url}: {err}") from err
         return found.result
 
     async def _trace_ranks(self, request: TraceRequest) -> Traced:
@@ -156,13 +162,28 @@ class ParityCheck:
         if body not in self._traced:
             try:
                 traced = await self._ranks.trace(body)
-            except ValueError as err:  # no rank has the whole model
+            except PartialModel as err:
                 raise _NoStates(str(err)) from err
             found = await asyncio.to_thread(Traced.unpack, traced)
             # Ranks know no versions; now they hold the one that is checked.
             held = {"policy_version": self.policy_version}
             self._traced[body] = found.model_copy(update=held)
         return self._traced[body]
+
+
+def _check_counts(generated: _Generated, num_prompts: int, where: str) -> None:
+    """`ParityUnknown` unless each prompt has its samples, and each token its log-probability."""
+    if len(generated.results) != num_prompts:
+        found = f"{len(generated.results)} results"
+        raise ParityUnknown(f"{where}: expected results of {num_prompts} prompts, found {found}")
+    for prompt, samples in enumerate(generated.results):
+        if len(samples) != SAMPLES_PER_PROMPT:
+            found = f"expected {SAMPLES_PER_PROMPT} samples, found {len(samples)}"
+            raise ParityUnknown(f"{where}: prompt {prompt}: {found}")
+        for one in samples:
+            if len(one.logprobs) != len(one.token_ids):
+                found = f"{len(one.logprobs)} log-probabilities of {len(one.token_ids)} tokens"
+                raise ParityUnknown(f"{where}: prompt {prompt}: found {found}")
 
 
 class _NoStates(TandemError):
