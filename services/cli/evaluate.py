@@ -21,6 +21,7 @@ from shared.data.suites import SUITES
 from shared.errors import ConfigInvalid, DeadlineExceeded, HttpFailed, TandemError
 from shared.http import HttpClient
 from shared.local_stack import running
+from shared.statistics import shown_ks
 
 _POLL_S = 0.3
 DEFAULT_RESPONSE_TOKENS = 4096
@@ -146,7 +147,8 @@ def _show(result: dict[str, Any], *, as_json: bool) -> None:
     table = Table(title=f"{result['suite']}, version {result['policy_version']}")
     for name in ("", "value", "95 % over problems"):
         table.add_column(name)
-    for k, value in result["pass_at_k"].items():
+    for k in map(str, shown_ks(result["samples_per_problem"])):
+        value = result["pass_at_k"][k]
         table.add_row(f"pass@{k}", f"{value:.4f}", _interval(result["pass_at_k_ci"][k]))
     table.add_row("  pass@1, sampling alone", "", _interval(result["pass_at_1_sampling_ci"]))
     table.add_row("truncated", f"{result['truncated_share']:.2%}", "")

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from services.cli.progress import number, share
 from services.client import JobStatus
+from shared.statistics import LEVEL, shown_ks
 
 
 def jobs_table(jobs: Sequence[JobStatus]) -> Table:
@@ -52,36 +53,39 @@ def before_after_table(summary: Mapping[str, Any]) -> Table | None:
         title=f"{after['suite']}: {after['num_problems']} problems, "
         f"{after['samples_per_problem']} samples each",
     )
-    for k in sorted(before["pass_at_k"].keys() & after["pass_at_k"].keys(), key=int):
+    both = before["pass_at_k"].keys() & after["pass_at_k"].keys()
+    shown = map(str, shown_ks(min(before["samples_per_problem"], after["samples_per_problem"])))
+    for k in (k for k in shown if k in both):
         table.add_row(f"pass@{k}", _estimate(before, k), _estimate(after, k))
     table.add_row("truncated", share(before["truncated_share"]), share(after["truncated_share"]))
     change = summary["before_after"]
     if change is not None:
         table.add_section()
-        table.add_row(
-            "pass@1, paired difference",
-            "",
-            f"{change['difference']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]",
-        )
+        mean, low, high = (_signed(change[name]) for name in ("difference", "low", "high"))
+        table.add_row("pass@1, paired difference", "", f"{mean} [{low}, {high}]")
     return table
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """The change of pass@1 in words, claimed only when its interval excludes zero."""
+    """The change of pass@1 in words, claimed only by the sign-flip test."""
     change = summary["before_after"]
-    if change is None or change["low"] is None:
+    if change is None:
         return "No two evaluations can be compared."
-    if change["low"] > 0:
-        return "pass@1 rose: the 95 % interval of the paired difference lies above zero."
-    if change["high"] < 0:
-        return "pass@1 fell: the 95 % interval of the paired difference lies below zero."
-    return "No change of pass@1 is shown: the interval of the paired difference includes zero."
+    told = f"sign-flip test of the paired differences, p = {number(change['p_value'])}"
+    if change["p_value"] > LEVEL:
+        return f"No change of pass@1 is shown ({told}, above {LEVEL:g})."
+    return f"pass@1 {'rose' if change['difference'] > 0 else 'fell'} ({told})."
 
 
 def _estimate(evaluation: Mapping[str, Any], k: str) -> str:
     interval = evaluation["pass_at_k_ci"].get(k)
     bounds = f" [{share(interval[0])}, {share(interval[1])}]" if interval else ""
     return f"{share(evaluation['pass_at_k'][k])}{bounds}"
+
+
+def _signed(value: float | None) -> str:
+    """A bound is None where one problem alone has none."""
+    return "–" if value is None else f"{value:+.3f}"
 
 
 def _steps(job: JobStatus) -> str:

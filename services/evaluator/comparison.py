@@ -1,7 +1,7 @@
 """Two evaluations of one suite, problem by problem: what changed, how surely, and in which way.
 
 Only problems that both have are compared, matched by prompt and gold. A change is called one when
-the sign-flip test says so at `LEVEL`; the intervals beside it are the usual 95 %.
+the sign-flip test says so at `LEVEL`; each k is a test of its own. Intervals are the usual 95 %.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,9 @@ from typing import Literal
 import numpy as np
 
 from services.evaluator.samples import Header, ProblemResult
-from services.evaluator.statistics import Array, Interval, paired_change, pass_at_k, sign_flip_p
+from services.evaluator.statistics import Array, Interval, paired_changes, pass_at_k
+from shared.statistics import LEVEL, shown_ks, sign_flip_p
 
-LEVEL = 0.025
-"""Half of the usual 5 %: a series of 200 comparisons of one version with itself then stays at or
-below 5 % false alarms in 98 of 100 series, where a level of 5 % would exceed it in 4 of 10."""
 COVERAGE_K = 8
 
 Verdict = Literal["coverage", "sharpening", "undecided"]
@@ -87,7 +85,7 @@ def compare(
             "have no problem in common"
         )
     most = min(before[0].samples_per_problem, after[0].samples_per_problem)
-    changes = {k: _change(pairs, k) for k in _common_ks(most)}
+    changes = _changes(pairs, shown_ks(most))
     return Comparison(
         pairs=pairs,
         num_only_before=len(earlier) - len(pairs),
@@ -102,20 +100,15 @@ def shares(results: Sequence[ProblemResult], k: int) -> Array:
     return np.array([pass_at_k(len(r.samples), r.num_correct, k) for r in results], np.float64)
 
 
-def _common_ks(most: int) -> list[int]:
-    return [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= most]
-
-
-def _change(pairs: Sequence[Pair], k: int) -> Change:
-    before_P = shares([pair.before for pair in pairs], k)
-    after_P = shares([pair.after for pair in pairs], k)
-    return Change(
-        k=k,
-        before=float(before_P.mean()),
-        after=float(after_P.mean()),
-        difference=paired_change(before_P, after_P),
-        p_value=sign_flip_p(after_P - before_P),
-    )
+def _changes(pairs: Sequence[Pair], ks: Sequence[int]) -> dict[int, Change]:
+    """All from the same resampled problems."""
+    before_KP = [shares([pair.before for pair in pairs], k) for k in ks]
+    after_KP = [shares([pair.after for pair in pairs], k) for k in ks]
+    intervals = paired_changes(np.stack(before_KP, axis=1), np.stack(after_KP, axis=1))
+    return {
+        k: Change(k, float(before.mean()), float(after.mean()), found, sign_flip_p(after - before))
+        for k, before, after, found in zip(ks, before_KP, after_KP, intervals, strict=True)
+    }
 
 
 def _verdict(pairs: Sequence[Pair], changes: dict[int, Change]) -> Verdict:

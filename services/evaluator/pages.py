@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from services.evaluator.archive import Finished
-from services.evaluator.comparison import LEVEL, Change, Comparison, Pair, Verdict
+from services.evaluator.comparison import Change, Comparison, Pair, Verdict
 from services.evaluator.html import (
     Cell,
     Raw,
@@ -22,6 +22,7 @@ from services.evaluator.html import (
 )
 from services.evaluator.samples import GradedSample, Header, ProblemResult
 from services.evaluator.trend import Trend, describe_trend
+from shared.statistics import shown_ks
 
 VERDICTS: dict[Verdict, str] = {
     "coverage": "coverage: problems are solved now that were not solved in eight samples before",
@@ -95,7 +96,7 @@ def comparison_page(before: Finished, after: Finished, found: Comparison) -> str
 def _direction(
     suite: str, versions: Sequence[Finished], line: Trend | None, verdict: Verdict | None
 ) -> str:
-    told = f"{suite}: {describe_trend(line, level=LEVEL)}" if len(versions) > 1 else suite
+    told = f"{suite}: {describe_trend(line)}" if len(versions) > 1 else suite
     return f"{told}. First to last: {VERDICTS[verdict]}" if verdict else told
 
 
@@ -131,8 +132,8 @@ def _choice(name: str, one: Finished) -> Raw:
 
 def _scores(result: dict[str, Any]) -> str:
     rows: list[Sequence[Cell]] = [
-        (f"pass@{k}", percent(value), interval(result["pass_at_k_ci"][k]))
-        for k, value in result["pass_at_k"].items()
+        (f"pass@{k}", percent(result["pass_at_k"][k]), interval(result["pass_at_k_ci"][k]))
+        for k in map(str, shown_ks(result["samples_per_problem"]))
     ]
     sampling = interval(result["pass_at_1_sampling_ci"])
     quantiles = result["response_tokens_quantiles"]

@@ -30,7 +30,7 @@ def summarise(plan: Plan, results: Sequence[ProblemResult], *, seconds: float) -
     n = plan.samples_per_problem
     correct = [result.num_correct for result in results]
     intervals = share_intervals(pass_curve(correct, n))
-    by_k = {str(k): found for k, found in enumerate(intervals, 1) if k in reported_ks(n)}
+    by_k = {str(k): found for k, found in enumerate(intervals, 1)}
     samples = [sample for result in results for sample in result.samples]
     outcomes = dict.fromkeys(OUTCOMES, 0) | Counter(s.outcome.kind for s in samples)
     return {
@@ -55,12 +55,6 @@ def summarise(plan: Plan, results: Sequence[ProblemResult], *, seconds: float) -
         "per_problem_correct": correct,
         "rows": [result.row for result in results],
     }
-
-
-def reported_ks(num_samples: int) -> list[int]:
-    """1, 2, 4, ... up to n, and n itself."""
-    powers = [2**i for i in range(num_samples.bit_length())]
-    return sorted({*powers, num_samples})
 
 
 def _lengths(samples: Sequence[GradedSample]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 NUM_REPLICATES = 10_000
-NUM_SIGNS = 4_000
 NORMAL_975 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 
 
@@ -97,14 +96,16 @@ def sampling_interval(correct: Sequence[int], num_samples: int) -> Interval:
     return Interval(mean, max(mean - half, 0.0), min(mean + half, 1.0))
 
 
-def paired_change(before_P: Array, after_P: Array, *, seed: int = 0) -> Interval:
-    """Mean of after - before with its bootstrap interval over problems, in the same order in both.
+def paired_changes(before_PK: Array, after_PK: Array, *, seed: int = 0) -> list[Interval]:
+    """Means of after - before with bootstrap intervals over problems, in the same order in both.
 
     Problems differ far more than versions do; pairing takes that difference out of the error.
     """
-    if before_P.shape != after_P.shape:
-        raise ValueError(f"{len(before_P)} problems before, {len(after_P)} after: cannot be paired")
-    return clustered_intervals((after_P - before_P)[:, None], seed=seed)[0]
+    if before_PK.shape != after_PK.shape:
+        raise ValueError(
+            f"{len(before_PK)} problems before, {len(after_PK)} after: cannot be paired"
+        )
+    return clustered_intervals(after_PK - before_PK, seed=seed)
 
 
 def _unless_constant(values_P: Array, found: Interval) -> Interval:
@@ -112,24 +113,6 @@ def _unless_constant(values_P: Array, found: Interval) -> Interval:
         return found
     bound = 1.0 - 0.025 ** (1 / len(values_P))
     return Interval(0.0, 0.0, bound) if found.mean == 0.0 else Interval(1.0, 1.0 - bound, 1.0)
-
-
-def sign_flip_p(differences_P: Array, *, seed: int = 0) -> float:
-    """Two-sided p-value of "no problem has changed": its differences may as well be turned round.
-
-    Fisher's randomisation test for pairs ("The Design of Experiments", 1935, section 21) over
-    `NUM_SIGNS` random choices of signs, the observed one counted with them. Equal versions
-    make each difference symmetric about 0 whatever the problem, so the level holds for few problems
-    and for skewed ones, where the bootstrap's does not.
-    """
-    moved_P = differences_P[differences_P != 0]
-    if moved_P.size == 0:
-        return 1.0
-    shape = (NUM_SIGNS, moved_P.size)
-    signs_BP = np.random.default_rng(seed).integers(0, 2, size=shape, dtype=np.int8) * 2.0 - 1.0
-    observed = abs(float(moved_P.sum())) - 1e-9
-    num_extreme = int((np.abs(signs_BP @ moved_P) >= observed).sum())
-    return (1 + num_extreme) / (1 + NUM_SIGNS)
 
 
 def ratio_interval(over_P: Array, under_P: Array, *, seed: int = 0) -> Interval:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.evaluator.statistics import Array, Interval, clustered_intervals, sign_flip_p
-from shared.statistics import LinearFit, linear_fit
+from services.evaluator.statistics import Array, Interval, clustered_intervals
+from shared.statistics import LEVEL, LinearFit, linear_fit, sign_flip_p
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ def trend(x_E: Sequence[float], shares_EP: Array) -> Trend | None:
     return Trend(slope, sign_flip_p(slopes_P), line, len(x), shares_EP.shape[1])
 
 
-def describe_trend(found: Trend | None, *, level: float) -> str:
+def describe_trend(found: Trend | None) -> str:
     """One sentence for people."""
     if found is None:
         return "no trend: it takes two evaluations at different steps"
     slope = found.slope
     per_100 = [100 * value for value in (slope.mean, slope.low, slope.high)]
     verdict = "no trend is shown"
-    if found.p_value <= level and not math.isnan(slope.mean):
+    if found.p_value <= LEVEL and not math.isnan(slope.mean):
         verdict = "rising" if slope.mean > 0 else "falling"
     return (
         f"{verdict}: {per_100[0]:+.3f} per 100 steps [{per_100[1]:+.3f}, {per_100[2]:+.3f}] over "

@@ -4,13 +4,15 @@ The same problems are asked of each version, so their difficulty cancels: the in
 difference is taken over per-problem differences, not over two separate intervals.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import structlog
 
 from services.trainer.report.events import RunEvents
-from shared.statistics import paired_difference
+from shared.statistics import LEVEL, paired_difference, shown_ks, sign_flip_p
 
 log = structlog.get_logger()
 
@@ -51,10 +53,11 @@ class Comparison:
     difference: float
     low: float
     high: float
+    p_value: float  # of the sign-flip test, which alone says whether there is a change
 
     @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
+    def is_significant(self) -> bool:
+        return self.p_value <= LEVEL
 
 
 def finished_evaluations(run: RunEvents) -> list[Evaluation]:
@@ -88,7 +91,14 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison | None:
         difference=change.mean,
         low=change.low,
         high=change.high,
+        p_value=sign_flip_p(np.subtract(shares_after, shares_before)),
     )
+
+
+def shown_of(evaluations: Sequence[Evaluation]) -> list[str]:
+    """The k that tables and figures of these evaluations show."""
+    shown = {str(k) for one in evaluations for k in shown_ks(one.samples_per_problem)}
+    return sorted(shown & {k for one in evaluations for k in one.pass_at_k}, key=int)
 
 
 def compare_to_first(evaluations: list[Evaluation]) -> Comparison | None:

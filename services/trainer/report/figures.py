@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from services.trainer.report.curves import Curve, Curves
-from services.trainer.report.evaluations import Evaluation
+from services.trainer.report.evaluations import Evaluation, shown_of
 from services.trainer.report.updates import Update, draw_shares, draw_timeline
 from shared.statistics import linear_fit, moving_average
 
@@ -195,8 +195,7 @@ def _lag(axes: Axes, curves: Curves) -> None:
 
 def _pass_at_k(axes: Axes, evaluations: list[Evaluation]) -> None:
     steps = [evaluation.step for evaluation in evaluations]
-    ks = sorted({k for evaluation in evaluations for k in evaluation.pass_at_k}, key=int)
-    for k, colour in zip(ks, cycle(_PALETTE), strict=False):
+    for k, colour in zip(shown_of(evaluations), cycle(_PALETTE), strict=False):
         values = [evaluation.pass_at_k.get(k, math.nan) for evaluation in evaluations]
         bounds = [evaluation.pass_at_k_ci.get(k, (math.nan,) * 2) for evaluation in evaluations]
         errors = [

@@ -10,9 +10,10 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from services.trainer.report import proofs, sentences
-from services.trainer.report.evaluations import Comparison, Evaluation, compare
+from services.trainer.report.evaluations import Comparison, Evaluation, compare, shown_of
 from services.trainer.report.sentences import number, percent, share, signed_share
 from services.trainer.report.summary import Summary
+from shared.statistics import LEVEL
 
 _STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
@@ -111,7 +112,7 @@ def _before_after(summary: Summary) -> str:
     if summary.before_after is None:
         return ""
     before, after = summary.evaluations[0], summary.evaluations[-1]
-    ks = sorted(before.pass_at_k.keys() & after.pass_at_k.keys(), key=int)
+    ks = shown_of([before, after])
     rows: list[Row] = [(f"pass@{k}", _estimate(before, k), _estimate(after, k)) for k in ks]
     rows.append(("truncated", percent(before.truncated_share), percent(after.truncated_share)))
     rows.append(
@@ -122,8 +123,9 @@ def _before_after(summary: Summary) -> str:
         )
     )
     change = summary.before_after
-    verdict = "" if change.excludes_zero else " (includes zero)"
-    rows.append(("paired difference of pass@1", "", f"{_difference(change)}{verdict}"))
+    verdict = "changed" if change.is_significant else "no change is shown"
+    told = f"{_difference(change)}, p = {number(change.p_value)}: {verdict}"
+    rows.append(("paired difference of pass@1", "", told))
     return _table(("", f"version {before.policy_version}", f"version {after.policy_version}"), rows)
 
 
@@ -162,7 +164,7 @@ def _evaluations(summary: Summary) -> str:
     if not summary.evaluations:
         return ""
     first = summary.evaluations[0]
-    ks = sorted({k for e in summary.evaluations for k in e.pass_at_k}, key=int)
+    ks = shown_of(summary.evaluations)
     head = ("version", "pass@1 − first", *(f"pass@{k}" for k in ks), "truncated", "skipped")
     rows: list[Row] = []
     for evaluation in summary.evaluations:
@@ -244,8 +246,10 @@ def _how() -> str:
     return _section(
         "How these numbers were made",
         "Everything here is computed from this run's events.jsonl. Intervals are 95 %. Those of "
-        "evaluations count problems, not samples; a paired difference is a Student t over the "
-        "differences of each problem. Slopes are least squares; their error is the larger of "
+        "evaluations count problems, not samples; that of a paired difference is Student's over "
+        "the differences of each problem, and whether there is a change at all is decided by "
+        f"Fisher's sign-flip test of the same differences at {100 * LEVEL:g} %. "
+        "Slopes are least squares; their error is the larger of "
         "the ordinary one and Newey and West's, because neighbouring steps are not independent. "
         "|Δ log p| compares the sampler's recorded log-probability of each sampled token with "
         "the trainer's, before the step. The mean and p99 of the whole run are means of the "

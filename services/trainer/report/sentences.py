@@ -1,13 +1,14 @@
 """What the curves show, in words that the numbers allow.
 
-A rise or fall is claimed only when its 95 % interval excludes zero.
+A rise or fall of pass@1 is claimed only by the sign-flip test at `LEVEL`, that of a curve over
+steps only when its slope's 95 % interval excludes zero.
 """
 
 import math
 
 from services.trainer.report.evaluations import Comparison
 from services.trainer.report.summary import Reward, Slope, Summary
-from shared.statistics import Interval
+from shared.statistics import LEVEL, Interval
 
 
 def headline(summary: Summary) -> str:
@@ -32,10 +33,11 @@ def before_after(change: Comparison) -> str:
         f"{share(change.pass_at_1_before)} at version {change.before_version} and "
         f"{share(change.pass_at_1_after)} at version {change.after_version} "
         f"({signed_share(change.difference)}, 95 % interval {signed_share(change.low)} to "
-        f"{signed_share(change.high)}, paired over {change.num_problems} problems)"
+        f"{signed_share(change.high)}, paired over {change.num_problems} problems, sign-flip "
+        f"p = {number(change.p_value)})"
     )
-    if not change.excludes_zero:
-        return f"Offline pass@1 was {values}: the interval includes zero, no change is shown."
+    if not change.is_significant:
+        return f"Offline pass@1 was {values}: no change is shown (p above {LEVEL:g})."
     direction = "rose" if change.difference > 0 else "fell"
     return f"Offline pass@1 {direction}: {values}."
 

@@ -79,7 +79,7 @@ def test_an_unknown_event_tells_nothing() -> None:
     assert JobView("demo-1").apply(event("group_sampled", group_id="a")) is None
 
 
-def summary(low: float, high: float) -> dict[str, Any]:
+def summary(low: float, high: float, p_value: float = 0.001) -> dict[str, Any]:
     def evaluation(version: int) -> dict[str, Any]:
         return {
             "policy_version": version, "suite": "sums", "num_problems": 96,
@@ -87,16 +87,23 @@ def summary(low: float, high: float) -> dict[str, Any]:
             "pass_at_k_ci": {"1": [0.4, 0.6]}, "truncated_share": 0.1,
         }  # fmt: skip
 
-    change = {"difference": (low + high) / 2, "low": low, "high": high}
+    change = {"difference": (low + high) / 2, "low": low, "high": high, "p_value": p_value}
     return {"evaluations": [evaluation(0), evaluation(60)], "before_after": change}
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0.1, 0.3, "rose"), (-0.3, -0.1, "fell"), (-0.1, 0.3, "No change")],
+    ("low", "high", "p_value", "expected"),
+    [
+        (0.1, 0.3, 0.025, "rose"),
+        (-0.3, -0.1, 0.025, "fell"),
+        (0.1, 0.3, 0.026, "No change"),
+        (-0.1, 0.3, 0.2, "No change"),
+    ],
 )
-def test_a_change_is_claimed_only_when_sure(low: float, high: float, expected: str) -> None:
-    assert expected in verdict(summary(low, high))
+def test_a_change_is_claimed_only_by_the_sign_flip_test(
+    low: float, high: float, p_value: float, expected: str
+) -> None:
+    assert expected in verdict(summary(low, high, p_value))
 
 
 def test_before_and_after_are_one_table() -> None:

@@ -1,17 +1,21 @@
 """Comparisons of evaluations: how often they cry wolf, and what they call coverage."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from services.evaluator.comparison import LEVEL, NotComparable, compare
+from benchmarks.evaluation_alarms import KINDS
+from services.evaluator import statistics
+from services.evaluator.comparison import NotComparable, compare
+from services.evaluator.pages import _change
 from services.evaluator.samples import GradedSample, Header, ProblemResult
-from services.evaluator.statistics import NUM_SIGNS, ratio_interval, sign_flip_p
+from services.evaluator.statistics import ratio_interval
 from services.evaluator.trend import describe_trend, trend
 from shared.messages import Score
+from shared.statistics import LEVEL, NUM_SIGNS, shown_ks, sign_flip_p
 
 N = 8
 REAL = Path("tests/fixtures/evals/tiny_arithmetic.json")
@@ -52,33 +56,39 @@ def test_sign_flips_agree_with_all_choices_of_signs() -> None:
     assert sign_flip_p(np.ones(30)) == pytest.approx(1 / (1 + NUM_SIGNS))
 
 
-@pytest.mark.parametrize("difficulty", ["half never solved", "all or nothing", "even"])
+@pytest.fixture
+def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals decide nothing, and take most of the time."""
+    monkeypatch.setattr(statistics, "NUM_REPLICATES", 10)
+
+
+def count_alarms(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], num: int) -> tuple[int, int]:
+    """How often pass@1 "changed" and how often there was a verdict, as the pages tell them."""
+    found = [compare(evaluation(one, num=num), evaluation(two, num=num)) for one, two in pairs]
+    changed = sum("changed" in str(_change(one.changes[1])[-1]) for one in found)
+    assert changed == sum(one.changes[1].is_significant for one in found)
+    return changed, sum(one.verdict != "undecided" for one in found)
+
+
+@pytest.mark.usefixtures("few_replicates")
+@pytest.mark.parametrize("difficulty", KINDS)
 def test_two_evaluations_of_one_version_rarely_differ(difficulty: str) -> None:
     """At most 5 % of 200 pairs, whatever the problems are like."""
     rng = np.random.default_rng(11)
-    alarms = 0
-    for _ in range(200):
-        p = {
-            "half never solved": np.r_[np.zeros(15), rng.beta(0.8, 0.8, 15)],
-            "all or nothing": rng.beta(0.15, 0.15, 30),
-            "even": rng.beta(2, 3, 30),
-        }[difficulty]
-        difference = (rng.binomial(N, p) - rng.binomial(N, p)) / N
-        alarms += sign_flip_p(difference) <= LEVEL
-    assert alarms <= 10
+    drawn = [KINDS[difficulty](rng) for _ in range(200)]
+    alarms = count_alarms(((rng.binomial(N, p), rng.binomial(N, p)) for p in drawn), N)
+    assert max(alarms) <= 10
 
 
+@pytest.mark.usefixtures("few_replicates")
 def test_halves_of_real_samples_rarely_differ() -> None:
     """The tiny policy's own samples, dealt into two halves 200 times."""
     right_PN = np.array(json.loads(REAL.read_text())["right"])
     rng = np.random.default_rng(12)
     half = right_PN.shape[1] // 2
-    alarms = 0
-    for _ in range(200):
-        dealt_PN = rng.permuted(right_PN, axis=1)
-        difference_P = (dealt_PN[:, :half].sum(1) - dealt_PN[:, half:].sum(1)) / half
-        alarms += sign_flip_p(difference_P) <= LEVEL
-    assert alarms <= 10
+    dealt = [rng.permuted(right_PN, axis=1) for _ in range(200)]
+    pairs = ((one[:, :half].sum(1), one[:, half : 2 * half].sum(1)) for one in dealt)
+    assert max(count_alarms(pairs, half)) <= 10
     assert 0.1 < right_PN.mean() < 0.9  # problems on which versions could differ
 
 
@@ -122,6 +132,13 @@ def test_only_common_problems_are_paired() -> None:
         compare(evaluation([1] * 3), evaluation([1] * 3, first=50))
 
 
+def test_shown_ks_are_powers_of_two_and_all_samples() -> None:
+    assert [shown_ks(num) for num in (8, 6, 1)] == [[1, 2, 4, 8], [1, 2, 4, 6], [1]]
+    assert list(compare(evaluation([1] * 3, num=6), evaluation([2] * 3, num=6)).changes) == [
+        1, 2, 4, 6
+    ]  # fmt: skip
+
+
 def test_ratio_of_unequal_problems_has_an_interval_over_problems() -> None:
     over, under = np.array([8.0, 0, 2, 5] * 10), np.array([8.0, 8, 4, 5] * 10)
     found = ratio_interval(over, under)
@@ -150,13 +167,13 @@ def test_trends_are_told_in_a_sentence() -> None:
     rng = np.random.default_rng(15)
     p = rng.uniform(0.2, 0.5, 80)
     rising = np.array([rng.binomial(N, p + 0.1 * step) / N for step in range(4)])
-    assert describe_trend(trend(range(4), rising), level=LEVEL).startswith("rising: +")
-    falling = describe_trend(trend(range(4), rising[::-1]), level=LEVEL)
+    assert describe_trend(trend(range(4), rising)).startswith("rising: +")
+    falling = describe_trend(trend(range(4), rising[::-1]))
     assert falling.startswith("falling: -")
     level = np.array([rng.binomial(N, p) / N for _ in range(4)])
-    assert describe_trend(trend(range(4), level), level=LEVEL).startswith("no trend is shown")
+    assert describe_trend(trend(range(4), level)).startswith("no trend is shown")
     assert trend([5], rising[:1]) is None
-    assert "two evaluations" in describe_trend(None, level=LEVEL)
+    assert "two evaluations" in describe_trend(None)
 
 
 def test_trends_of_an_unchanging_policy_are_rarely_found() -> None:

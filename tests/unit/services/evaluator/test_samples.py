@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.evaluator.plan import Plan, Problem
-from services.evaluator.results import reported_ks, summarise
+from services.evaluator.results import summarise
 from services.evaluator.samples import GradedSample, ProblemResult, SampleFile, read_samples
 from shared.messages import GraderError, Outcome, SamplingParams, Score, Timeout, Unparseable
 from shared.tokenizer import CheckpointTokenizer
@@ -118,10 +118,11 @@ def test_summary_counts_what_the_samples_say() -> None:
     assert 0 <= low < 0.5 < high <= 1
 
 
-def test_reported_ks_are_powers_of_two_and_all_samples() -> None:
-    assert reported_ks(8) == [1, 2, 4, 8]
-    assert reported_ks(6) == [1, 2, 4, 6]
-    assert reported_ks(1) == [1]
+def test_every_k_is_published() -> None:
+    plan = replace(make_plan(), samples_per_problem=6)
+    summary = summarise(plan, [make_result(0, [RIGHT] + [WRONG] * 5)], seconds=1.0)
+    assert summary["pass_at_k"] == {str(k): pytest.approx(k / 6) for k in range(1, 7)}
+    assert summary["pass_at_k_ci"].keys() == summary["pass_at_k"].keys()
 
 
 def test_budgets_tell_what_less_room_would_have_given() -> None:

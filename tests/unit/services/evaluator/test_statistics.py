@@ -8,7 +8,7 @@ import pytest
 
 from services.evaluator.statistics import (
     clustered_intervals,
-    paired_change,
+    paired_changes,
     pass_at_k,
     pass_curve,
     sampling_interval,
@@ -125,24 +125,24 @@ def test_sampling_interval_of_single_samples_is_unknown() -> None:
     assert math.isnan(sampling_interval([0, 1, 1], 1).low)
 
 
-def test_paired_change_finds_what_unpaired_intervals_hide() -> None:
+def test_paired_changes_find_what_unpaired_intervals_hide() -> None:
     rng = np.random.default_rng(7)
     before = rng.random(60) * 0.8
     after = before + 0.05 + 0.01 * rng.standard_normal(60)
-    change = paired_change(before, after)
+    (change,) = paired_changes(before[:, None], after[:, None])
     assert change.excludes_zero
     assert change.mean == pytest.approx(0.05, abs=0.01)
     (one,), (two,) = clustered_intervals(before[:, None]), clustered_intervals(after[:, None])
     assert one.high > two.low
 
 
-def test_paired_change_of_one_and_the_same_is_nothing() -> None:
+def test_paired_changes_of_one_and_the_same_are_nothing() -> None:
     values = np.random.default_rng(8).random(40)
-    change = paired_change(values, values)
+    (change,) = paired_changes(values[:, None], values[:, None])
     assert (change.mean, change.low, change.high) == (0.0, 0.0, 0.0)
     assert not change.excludes_zero
 
 
-def test_paired_change_refuses_other_problems() -> None:
+def test_paired_changes_refuse_other_problems() -> None:
     with pytest.raises(ValueError, match="3 problems before, 4 after"):
-        paired_change(np.zeros(3), np.zeros(4))
+        paired_changes(np.zeros(3), np.zeros(4))

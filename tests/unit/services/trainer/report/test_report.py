@@ -2,14 +2,18 @@
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks.evaluation_alarms import KINDS
+from services.cli.tables import verdict
 from services.trainer.report import sentences, write_report
 from services.trainer.report.curves import step_curves
-from services.trainer.report.evaluations import finished_evaluations
+from services.trainer.report.evaluations import compare, finished_evaluations
 from services.trainer.report.events import read_events
 from services.trainer.report.summary import Summary, summarise
 from shared.messages import Event
@@ -102,8 +106,31 @@ def test_before_and_after_are_paired_by_problem(run: Run) -> None:
     half = 3.18245 * 0.125 / math.sqrt(4)
     assert change.low == pytest.approx(0.1875 - half, abs=1e-5)
     assert change.high == pytest.approx(0.1875 + half, abs=1e-5)
-    assert not change.excludes_zero
+    assert change.p_value == pytest.approx(2 / 8, abs=0.03)  # two of eight choices of signs
+    assert not change.is_significant
     assert "no change is shown" in sentences.before_after(change)
+
+
+@pytest.mark.parametrize("difficulty", KINDS)
+def test_reports_rarely_call_one_version_changed(run: Run, difficulty: str) -> None:
+    """At most 5 % of 200 pairs, in the very sentences and tables that people read."""
+    rng, alarms = np.random.default_rng(22), 0  # Student at 5 % has 13 alarms
+    run.evaluation(0, [0])
+    (template,) = run.summary().evaluations
+    for _ in range(200):
+        p = KINDS[difficulty](rng)
+        before, after = (
+            replace(template, correct=rng.binomial(8, p).tolist(), samples_per_problem=8, rows=[])
+            for _ in range(2)
+        )
+        before = replace(before, rows=after.rows)
+        change = compare(before, after)
+        assert change is not None
+        claimed = "no change is shown" not in sentences.before_after(change)
+        told = verdict({"before_after": asdict(change)})
+        assert claimed == change.is_significant == ("No change" not in told)
+        alarms += claimed
+    assert alarms <= 10
 
 
 def test_different_problems_are_not_compared(run: Run) -> None:
