@@ -3,6 +3,7 @@
 TandemError
 ├── Retryable          leave the message unacked: it comes again, and this does not count against it
 ├── Rejected           bury the message now: it can never become right
+│   └── LeftHalfway    the same, but what was asked has been done in part: its state is of no use
 ├── Fatal              this process cannot go on: end it, the supervisor starts another
 ├── ConfigInvalid      a setting is wrong; the text is one sentence for people
 ├── DeadlineExceeded   a wait ended without its event
@@ -27,6 +28,10 @@ class Retryable(TandemError):
 
 
 class Rejected(TandemError):
+    pass
+
+
+class LeftHalfway(Rejected):
     pass
 
 

@@ -5,7 +5,14 @@ from typing import Any, cast
 
 import msgpack
 
-from shared.errors import ChannelClosed, PartialModel, Rejected, RemoteError, Retryable
+from shared.errors import (
+    ChannelClosed,
+    LeftHalfway,
+    PartialModel,
+    Rejected,
+    RemoteError,
+    Retryable,
+)
 
 MAX_FRAME_BYTES = 2**30
 HEADER = struct.Struct("<I")
@@ -13,6 +20,7 @@ HEADER = struct.Struct("<I")
 # A child's errors of these kinds mean the same to the parent; any other becomes a RemoteError.
 _KNOWN: dict[str, type[Exception]] = {
     "Rejected": Rejected,
+    "LeftHalfway": LeftHalfway,
     "Retryable": Retryable,
     "ValueError": ValueError,
     "PartialModel": PartialModel,

@@ -23,7 +23,7 @@ from services.trainer.checkpoint_folder import (
 )
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.ranks import RankSet, RanksLost, RanksStalled
-from shared.errors import Rejected, RemoteError, TandemError, WeightsCorrupt
+from shared.errors import LeftHalfway, Rejected, RemoteError, TandemError, WeightsCorrupt
 from shared.parity.trace import TraceRounding
 from shared.telemetry import counter
 from shared.weights.protocol import GroupTransfer
@@ -35,11 +35,15 @@ MAX_RESTARTS_IN_A_ROW = 3
 
 
 class StepRefused(TandemError):
-    """The ranks would not train a batch; their weights are as before."""
+    """The ranks would not train a batch; their weights are as before.
 
-    def __init__(self, step: int, reason: str) -> None:
+    Ranks that had begun to train it are ended: new ones come back from checkpoint and redo log.
+    """
+
+    def __init__(self, step: int, reason: str, *, left_halfway: bool = False) -> None:
         super().__init__(f"step {step} was refused: {reason}")
         self.step = step
+        self.left_halfway = left_halfway
 
 
 class RankKeeper:
@@ -94,7 +98,12 @@ class RankKeeper:
             return trained.result
 
         async with self._turn:
-            result = await self._insist(take)
+            try:
+                result = await self._insist(take)
+            except StepRefused as err:
+                if err.left_halfway:
+                    await self._drop_ranks()
+                raise
         self._restarts = 0
         return result
 
@@ -230,8 +239,9 @@ class RankKeeper:
                     await self._replay(ranks, missing)
                     self._ranks = ranks
                     return
-            except StepRefused:  # of the newest batch: they are where they were before it
-                self._ranks = ranks
+            except StepRefused as err:  # of the newest batch
+                if not err.left_halfway:  # they are where they were before it
+                    self._ranks = ranks
                 raise
             finally:
                 if self._ranks is not ranks:
@@ -276,7 +286,7 @@ async def _train(ranks: RankSet, step: int, body: bytes) -> "_Trained":
         result = await ranks.train_step(body)
         return _Trained(result, result.pop("logprobs", b""))
     except Rejected as err:
-        raise StepRefused(step, str(err)) from err
+        raise StepRefused(step, str(err), left_halfway=isinstance(err, LeftHalfway)) from err
 
 
 class _Trained(NamedTuple):

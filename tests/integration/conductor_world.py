@@ -28,7 +28,7 @@ from services.trainer.ranks import RanksLost
 from shared import topology
 from shared.chat import EncodedPrompt
 from shared.data import Row
-from shared.errors import Rejected, Retryable
+from shared.errors import LeftHalfway, Rejected, Retryable
 from shared.http import HttpClient
 from shared.job import Job
 from shared.messages import (
@@ -54,6 +54,7 @@ from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, Upd
 
 JOB_ID = "test-0000"
 FIRST_WEIGHTS = hashlib.sha256(b"first").digest()
+HALF_A_STEP = b"half of a step"
 Grade = Callable[[PromptGroup, int], Outcome]
 
 
@@ -103,7 +104,7 @@ class FakeRanks:
 
     history: list[tuple[int, list[str]]]
     faults: list[str]  # "train_step:2" loses the ranks at the next second step they are asked for
-    refuse_steps: set[int]
+    refuse_steps: set[int]  # those written negative when half of them is taken
     drift: float = 0.01
     weights: bytes = FIRST_WEIGHTS
     step: int = 0
@@ -125,7 +126,12 @@ class FakeRanks:
         if unpacked.step in self.refuse_steps:
             self.refuse_steps.discard(unpacked.step)
             raise Rejected("too many unusable log-probabilities")
+        if -unpacked.step in self.refuse_steps:
+            self.refuse_steps.discard(-unpacked.step)
+            self.weights = HALF_A_STEP
+            raise LeftHalfway("loss is nan after the step's first update")
         assert unpacked.step == self.step + 1
+        assert self.weights != HALF_A_STEP
         if not unpacked.supervised:
             self.reference = self.reference or self.weights
             self.references[unpacked.step] = self.reference
@@ -160,6 +166,7 @@ class FakeRanks:
 
     async def save(self, step: int, path: Path, *, wait: bool) -> dict[str, Any]:
         self._fault(f"save:{step}")
+        assert self.weights != HALF_A_STEP
         os.makedirs(path, exist_ok=True)  # noqa: PTH103
         saved = {"weights": self.weights.hex(), "step": self.step}
         (path / "complete.json").write_text(json.dumps(saved))

@@ -559,6 +559,26 @@ async def test_refused_step_is_undone(redis: Redis, tmp_path: Path) -> None:
         books.close()
 
 
+@pytest.mark.parametrize("faults", [[], ["train_step:3"]])
+async def test_a_step_that_is_refused_halfway_is_undone_in_the_weights_too(
+    redis: Redis, tmp_path: Path, faults: list[str]
+) -> None:
+    """Also when it is the replay that meets it; such ranks neither save nor train on."""
+    job = make_job(checkpoint={"every_steps": 2})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.refuse_steps.add(-3)
+        world.rank_faults += faults
+        conductor = world.conductor()
+        with pytest.raises(JobPaused, match="step 3 was refused: loss is nan after the step's"):
+            await conductor.run()
+        await conductor.close("paused")
+        assert len(world.events("step")) == 2
+        await run_to_end(world)
+        books = check_books(world)
+        assert books.counts()["dropped:refused"] == 3
+        books.close()
+
+
 async def test_drift_beyond_its_bound_pauses_the_job(redis: Redis, tmp_path: Path) -> None:
     job = make_job(bounds={"max_mean_abs_delta_logprob": 0.2})
     async with running_world(redis, tmp_path / "run", job=job) as world:

@@ -15,7 +15,7 @@ from services.trainer import checkpoint
 from services.trainer.engine.actor import Actor
 from services.trainer.megatron import parallel
 from services.trainer.models.deepseek_v4.weights import release_tensors
-from shared.errors import Rejected
+from shared.errors import LeftHalfway, Rejected
 from shared.job import Job
 from shared.messages import TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.checkpoint import write_release
@@ -266,6 +266,20 @@ def test_a_refused_step_can_be_followed_by_a_good_one(release: Path) -> None:
     untouched.train_step(batch())
     one, other = held(actor), held(untouched)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_later_update_that_is_not_finite_is_refused_as_left_halfway(release: Path) -> None:
+    """Sample i belongs to update i modulo 2."""
+    actor = Actor(job(release, algorithm={"updates_per_batch": 2}))
+    before = held(actor)
+    poison = [
+        sample.model_copy(update={"advantage": 3e38 if place % 2 else sample.advantage})
+        for place, sample in enumerate(batch().samples)
+    ]
+    with pytest.raises(LeftHalfway, match=r"step 1: .* after the step's first update"):
+        actor.train_step(batch().model_copy(update={"samples": poison}))
+    assert actor.step == 0
+    assert not all(torch.equal(before[name], tensor) for name, tensor in held(actor).items())
 
 
 REINFORCE_PLUS = {"name": "reinforce_plus_plus", "kl": {"coefficient": 0.5}}

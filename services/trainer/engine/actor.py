@@ -2,6 +2,7 @@
 
 A step is refused (`Rejected`) with the weights as they were: bad tokens, too many unusable sampler
 log-probabilities, a policy too far from the sampler's, a loss or gradient that is not a number.
+What is refused after the step's first update is `LeftHalfway`: these weights are of no use.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ from services.trainer.megatron.optimizer import (
 from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.packing import ScoredSequence, num_guessed
-from shared.errors import PartialModel, Rejected
+from shared.errors import LeftHalfway, PartialModel, Rejected
 from shared.job import Job, expand_path
 from shared.job_actor import OptimizerSection, ReplaySection
 from shared.job_algorithm import AlgorithmSection, CorrectionSection
@@ -280,7 +281,7 @@ class Actor:
         try:
             packed = own_share(tokens.sequences, self.job, self.architecture)
         except ValueError as err:
-            raise Rejected(f"step {batch.step}: {err}") from err
+            raise _refusal(f"step {batch.step}: {err}", first=first) from err
         coefficients = token_coefficients(
             tokens.usable,
             tokens.lengths,
@@ -358,9 +359,15 @@ class Actor:
         if np.isfinite(loss) and gradients_are_finite(self.wrapped):
             return
         what = f"loss is {loss}" if not np.isfinite(loss) else "a gradient is not finite"
-        if not first:  # earlier updates of this step have moved the weights already
-            raise RuntimeError(f"step {step}: {what} after the step's first update")
-        raise Rejected(f"step {step}: {what}; the weights are unchanged")
+        raise _refusal(f"step {step}: {what}", first=first)
+
+
+def _refusal(what: str, *, first: bool) -> Rejected:
+    if first:
+        return Rejected(f"{what}; the weights are unchanged")
+    return LeftHalfway(
+        f"{what} after the step's first update; the weights go back to those before the step"
+    )
 
 
 @dataclass(frozen=True, slots=True)

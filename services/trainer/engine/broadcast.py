@@ -11,7 +11,8 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from shared.errors import Rejected
+from shared.errors import LeftHalfway, Rejected
+from shared.frames import error_fields
 
 _PATIENCE = timedelta(days=365)
 
@@ -38,8 +39,10 @@ class Broadcast:
         dist.all_reduce(first, dist.ReduceOp.MIN, group=self._group)
         if int(first) == self.size:
             return None
-        text = self._from(int(first), str(mine).encode()).decode()
-        return mine or Rejected(f"rank {int(first)}: {text}")
+        body = self._from(int(first), msgpack.packb(error_fields(mine or Rejected())))
+        told = msgpack.unpackb(body)
+        kind = LeftHalfway if told["kind"] == LeftHalfway.__name__ else Rejected
+        return mine or kind(f"rank {int(first)}: {told['text']}")
 
     def _from(self, source: int, mine: bytes) -> bytes:
         """The bytes that rank `source` passes."""
