@@ -28,7 +28,7 @@ from services.cli.document import read_job
 from services.cli.stack import check_stack, choose_ports, stack_programs
 from services.client import TandemClient
 from shared.local_stack import running
-from shared.statistics import mean_interval, moving_average
+from shared.statistics import Interval, mean_interval, moving_average, paired_difference
 
 LAGS = (0, 1, 4, 8)
 AVERAGE_STEPS = 6
@@ -137,6 +137,28 @@ def table(runs: Sequence[Run]) -> Table:
     return shown
 
 
+def falls(runs: Sequence[Run]) -> Table:
+    """Reward of the last steps less that of the first, and with TIS less without, over seeds."""
+    shown = Table("what", f"{AVERAGE_STEPS} steps, 95 % over seeds (t)")
+    last: dict[tuple[int, bool], list[float]] = {}
+    for max_lag in LAGS:
+        for tis in (True, False):
+            chosen = [run for run in runs if (run.max_lag, run.tis) == (max_lag, tis)]
+            chosen.sort(key=lambda run: run.seed)
+            last[max_lag, tis] = [float(np.mean(run.reward[-AVERAGE_STEPS:])) for run in chosen]
+            first = [float(np.mean(run.reward[:AVERAGE_STEPS])) for run in chosen]
+            what = f"lag {max_lag}, {'TIS' if tis else 'none'}: last less first"
+            shown.add_row(what, _told(paired_difference(first, last[max_lag, tis])))
+    for max_lag in LAGS:
+        found = paired_difference(last[max_lag, False], last[max_lag, True])
+        shown.add_row(f"lag {max_lag}: last, TIS less none", _told(found))
+    return shown
+
+
+def _told(found: Interval) -> str:
+    return f"{found.mean:+.3f} [{found.low:.3f}, {found.high:.3f}]"
+
+
 def _last_third(values: Sequence[float]) -> Sequence[float]:
     return values[-max(1, len(values) // 3) :]
 
@@ -217,6 +239,7 @@ def main() -> None:
         numbers.write_text(json.dumps([asdict(run) for run in runs]) + "\n")
     draw(runs, options.out / "asynchrony.png")
     console.print(table(runs))
+    console.print(falls(runs))
     sys.stdout.flush()
 
 

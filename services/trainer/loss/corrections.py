@@ -37,8 +37,18 @@ def sampler_weights(
         weights = inside.to(ratio.dtype)
     else:
         weights = ratio.where(inside, 0)
-    kept = used & ~_vetoed(log_ratio, sample, correction.veto)
-    return weights.where(kept, 0)
+    return weights.where(kept_by_veto(old, sampler, sample, used, correction.veto), 0)
+
+
+def kept_by_veto(
+    old: Tensor, sampler: Tensor, sample: Tensor, used: Tensor, veto: float | None
+) -> Tensor:
+    """bool `[N]`: the used tokens of responses that are not vetoed."""
+    if veto is None:
+        return used
+    log_ratio = (old - sampler).detach().where(used, 0)
+    extreme = (log_ratio < math.log(veto)).to(log_ratio.dtype)
+    return used & (sum_of_sample(extreme, sample) == 0)
 
 
 def at_bound(weights: Tensor, correction: CorrectionSection) -> Tensor:
@@ -56,10 +66,3 @@ def _at_level(log_ratio: Tensor, sample: Tensor, used: Tensor, level: str) -> Te
     if level == "geometric":
         return mean_of_sample(log_ratio, sample, used)
     return log_ratio
-
-
-def _vetoed(log_ratio: Tensor, sample: Tensor, veto: float | None) -> Tensor:
-    if veto is None:
-        return torch.zeros_like(log_ratio, dtype=torch.bool)
-    extreme = (log_ratio < math.log(veto)).to(log_ratio.dtype)
-    return sum_of_sample(extreme, sample) > 0

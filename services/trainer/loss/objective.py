@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.loss.corrections import at_bound, sampler_weights
+from services.trainer.loss.corrections import at_bound, kept_by_veto, sampler_weights
 from services.trainer.loss.divergence import kl_loss
 from services.trainer.loss.policy import per_token_loss
 from shared.job_algorithm import AlgorithmSection
@@ -63,7 +63,8 @@ def policy_loss(
 ) -> TokenLoss:
     """Sum over tokens of coefficient · (weight · policy loss + β · KL - bonus · entropy).
 
-    Tokens with coefficient 0 contribute nothing, whatever their other values are.
+    Tokens with coefficient 0 contribute nothing, whatever their other values are, and neither do
+    those of vetoed responses.
     """
     used = batch.coefficients > 0
     # What does not count becomes harmless before any exponential sees it.
@@ -81,6 +82,7 @@ def policy_loss(
         loss = loss + algorithm.kl.coefficient * kl
     if algorithm.entropy_bonus:
         loss = loss - algorithm.entropy_bonus * entropy
-    total = (loss * batch.coefficients).where(used, 0).sum()
+    kept = kept_by_veto(old, sampler, sample, used, algorithm.correction.veto)
+    total = (loss * batch.coefficients).where(kept, 0).sum()
     corrected = at_bound(weights, algorithm.correction) & used
     return TokenLoss(total, clipped & used, weights, corrected)

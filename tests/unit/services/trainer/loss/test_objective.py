@@ -27,6 +27,8 @@ MIXES: dict[str, dict[str, Any]] = {
     "geometric-mis": {"correction": {"kind": "mis", "level": "geometric", "high": 1.1}},
     "icepop": {"correction": {"kind": "icepop", "low": 0.5, "high": 1.4}},
     "reject-veto": {"correction": {"kind": "reject", "veto": 0.5}},
+    "veto-k2": {"correction": {"veto": 0.5}, "kl": {"coefficient": 0.3, "estimator": "k2"}},
+    "veto-k3": {"correction": {"veto": 0.5}, "kl": {"coefficient": 0.3}, "entropy_bonus": 0.1},
     "k2": {"kl": {"coefficient": 0.3, "estimator": "k2"}},
     "k3": {"kl": {"coefficient": 0.3}, "entropy_bonus": 0.1},
     "unbiased": {"kl": {"coefficient": 0.3, "estimator": "unbiased"}},
@@ -82,6 +84,8 @@ def slow_loss(
             "clipped_weight": -bounded * advantage * new[i],
             "reinforce": -advantage * new[i],
         }.get(algorithm.policy_loss, -min(ratio * advantage, bounded * advantage))
+        if min(math.exp(old[j] - sampler[j]) for j in mates) < (algorithm.correction.veto or 0):
+            continue
         weight = slow_weight(i, mates, old, sampler, algorithm)
         loss *= weight
         if algorithm.kl_in_loss:
@@ -102,8 +106,6 @@ def slow_weight(
     if correction.kind == "none":
         return 1.0
     ratios = {j: math.exp(old[j] - sampler[j]) for j in mates}
-    if correction.veto is not None and min(ratios.values()) < correction.veto:
-        return 0.0
     ratio = {
         "token": ratios[i],
         "sequence": math.prod(ratios.values()),
@@ -124,6 +126,26 @@ def test_loss_equals_its_slow_twin(mix: str, old: bool) -> None:
     loss = policy_loss(new, entropy, batch, algorithm)
     assert loss.total.item() == pytest.approx(slow_loss(new, entropy, batch, algorithm), rel=1e-10)
     assert not loss.clipped[2]
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "unbiased"])
+def test_a_vetoed_response_is_not_trained_on_by_any_term(estimator: str) -> None:
+    algorithm = section(
+        correction={"veto": 1e-4},
+        kl={"coefficient": 0.1, "estimator": estimator},
+        entropy_bonus=0.1,
+    )
+    new = torch.tensor([-1.0, -12.0, -2.0], requires_grad=True)
+    entropy = torch.ones(3, requires_grad=True)
+    batch = TokenBatch(
+        None, torch.full((3,), -1.0), torch.ones(3), torch.full((3,), 1 / 3),
+        torch.tensor([0, 0, 1]), torch.tensor([-1.5, -2.0, -1.5]),
+    )  # fmt: skip
+    policy_loss(new, entropy, batch, algorithm).total.backward()
+    assert new.grad is not None
+    assert entropy.grad is not None
+    assert new.grad[:2].tolist() == entropy.grad[:2].tolist() == [0.0, 0.0]
+    assert new.grad[2] != 0 != entropy.grad[2]
 
 
 @pytest.mark.parametrize("mix", MIXES)
