@@ -294,6 +294,36 @@ def test_the_same_conversion_again_does_nothing(releases: dict[str, Path], tmp_p
     assert Architecture.load(tmp_path / "out").weight_format == "fp8"
 
 
+DAMAGE: dict[str, tuple[str, Any, str]] = {
+    "deleted shard": ("model-00002-of-*.safetensors", Path.unlink, "is missing"),
+    "short shard": ("model-00003-of-*.safetensors", lambda f: f.write_bytes(b"junk"), "4 bytes"),
+    "junk in a shard": ("model-00004-of-*.safetensors", lambda f: flip_bit(f), "has checksum"),
+    "no index": ("model.safetensors.index.json", Path.unlink, "is missing"),
+    "another config": ("config.json", lambda f: f.write_text("{}"), "has 2 bytes"),
+    "no report": ("conversion.json", lambda f: f.write_text("{}"), "is no report of a conversion"),
+    "garbage for a report": ("conversion.json", lambda f: f.write_text("{"), "is no report of"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_result_is_not_there_and_can_be_made_again(
+    releases: dict[str, Path], tmp_path: Path, damage: str
+) -> None:
+    out, (pattern, spoil, message) = tmp_path / "out", DAMAGE[damage]
+    run(releases["fp8"], out, "bf16")
+    (file,) = out.glob(pattern)
+    spoil(file)
+    with pytest.raises(ConfigInvalid, match=f"{file.name} .*{message}.*with --overwrite"):
+        run(releases["fp8"], out, "bf16")
+    *_, finished = run(releases["fp8"], out, "bf16", overwrite=True)
+    assert isinstance(finished, Finished)
+    assert not finished.already_there
+    (event,) = run(releases["fp8"], out, "bf16")
+    assert isinstance(event, Finished)
+    assert event.already_there
+    assert_equal(values(out), values(releases["fp8"]))
+
+
 def test_a_bad_number_is_refused_with_its_tensor(releases: dict[str, Path], tmp_path: Path) -> None:
     weights = values(releases["fp32"])
     name = "layers.2.ffn.experts.5.w2.weight"

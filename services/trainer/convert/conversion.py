@@ -6,7 +6,7 @@ Killed at any moment it goes on with the first unfinished shard; the target is n
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,16 @@ from services.trainer.convert.targets import (
     Safetensors,
     Shard,
     Target,
+    file_checksum,
 )
 from services.trainer.convert.torch_dist import TorchDist
 from services.trainer.convert.workspace import (
     REPORT_FILE,
     Record,
     Workspace,
+    Written,
     check_target,
+    fault_of,
     workspace,
 )
 from shared.errors import ConfigInvalid
@@ -84,7 +87,7 @@ def convert(request: Request, report: Report) -> None:
     began_s = time.monotonic()
     plan = _plan(request)
     size = sum(out.num_bytes for shard in plan.shards for out in shard.outputs)
-    if _is_there(request.target, plan):
+    if _is_there(request.target, plan, overwrite=request.overwrite):
         done = Finished(path=str(request.target), num_bytes=size, seconds=0.0, already_there=True)
         return report(done)
     check_target(request.target, overwrite=request.overwrite)
@@ -142,10 +145,26 @@ def _document(request: Request, source: Source, arch: Architecture) -> dict[str,
     }
 
 
-def _is_there(target: Path, plan: _Plan) -> bool:
-    """Whether the target is this conversion's result already."""
+def _is_there(target: Path, plan: _Plan, *, overwrite: bool) -> bool:
+    """Whether the target is this conversion's result already, byte by byte.
+
+    ConfigInvalid if it was and is damaged, unless it may be overwritten.
+    """
     file = target / REPORT_FILE
-    return file.exists() and json.loads(file.read_text())["plan"] == plan.document
+    fault = None
+    try:
+        report = json.loads(file.read_text())
+        if report["plan"] != plan.document:
+            return False
+        written = [Written(**entry) for entry in [*report["shards"], *report["files"]]]
+        fault = next(filter(None, (fault_of(target / one.file, one) for one in written)), None)
+    except FileNotFoundError:
+        return False
+    except (ValueError, KeyError, TypeError) as err:
+        fault = f"{file} is no report of a conversion ({err!r})"
+    if fault is not None and not overwrite:
+        raise ConfigInvalid(f"{fault}: remove {target}, or convert again with --overwrite.")
+    return fault is None
 
 
 def _resume(space: Workspace, plan: _Plan, size: int, report: Report) -> dict[str, Record]:
@@ -243,17 +262,29 @@ class _Progress:
         )
 
 
+def _write_report(result: Path, plan: _Plan, records: Sequence[Record]) -> None:
+    """Last: it lists every other file of the result, so that each can be verified."""
+    shards_done = [Written(r.file, r.num_bytes, r.algorithm, r.checksum) for r in records]
+    algorithm = plan.target.algorithm
+    small = [
+        Written(path.name, path.stat().st_size, algorithm, file_checksum(path, algorithm))
+        for path in sorted(result.iterdir())
+        if path.name not in {record.file for record in records}
+    ]
+    listed = {"shards": [*map(asdict, shards_done)], "files": [*map(asdict, small)]}
+    text = json.dumps({"plan": plan.document, **listed}, indent=2) + "\n"
+    (result / REPORT_FILE).write_text(text)
+
+
 def _complete(result: Path, plan: _Plan, records: Mapping[str, Record]) -> None:
     """Config, tokenizer, report and index; then a look at the result with its reader's eyes."""
     (result / CONFIG_FILE).write_text(json.dumps(plan.arch.to_config(), indent=2) + "\n")
     copy_tokenizer(plan.source.settings, result)
     shards_done = [records[shard.file] for shard in plan.shards]
-    listed = [{k: v for k, v in asdict(r).items() if k != "rows"} for r in shards_done]
-    report = {"plan": plan.document, "shards": listed}
-    (result / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
     rows = [row for record in shards_done for row in record.rows]
     checksums = {record.file: record.checksum for record in shards_done}
     plan.target.finish(result, plan.shards, rows, checksums)
+    _write_report(result, plan, shards_done)
     if isinstance(plan.target, MegatronTorchDist):
         assert len(TorchDist(result).tensors) == sum(len(s.outputs) for s in plan.shards)
     elif plan.document["to"] != "transformers":

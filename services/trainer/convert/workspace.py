@@ -26,13 +26,19 @@ _KNOWN_FILES = ("config.json", "metadata.json", REPORT_FILE)  # one is in all th
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A finished shard."""
+class Written:
+    """A finished file."""
 
     file: str
     num_bytes: int
     algorithm: str
     checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Written):
+    """A finished shard."""
+
     rows: list[list[Any]]
 
 
@@ -89,18 +95,18 @@ class Workspace:
         """The target appears, whole; an older one is gone only then."""
         replaced = self.root / "replaced"
         shutil.rmtree(replaced, ignore_errors=True)
+        for path in sorted(self.result.iterdir()):
+            _sync(path)  # config, tokenizer, index; shards were when they were finished
         _sync(self.result)
         if self.target.exists():
             self.target.rename(replaced)
         self.result.rename(self.target)
+        _sync(self.root)
         _sync(self.target.parent)
         shutil.rmtree(self.root)
 
     def _is_whole(self, record: Record) -> bool:
-        path = self.result / record.file
-        if not path.exists() or path.stat().st_size != record.num_bytes:
-            return False
-        return file_checksum(path, record.algorithm) == record.checksum
+        return fault_of(self.result / record.file, record) is None
 
 
 @contextmanager
@@ -114,6 +120,17 @@ def workspace(target: Path) -> Iterator[Workspace]:
         except BlockingIOError as err:
             raise ConfigInvalid(f"{target} is being made by another process.") from err
         yield space
+
+
+def fault_of(path: Path, written: Written) -> str | None:
+    """What is wrong with a finished file; None if it is what was written."""
+    if not path.is_file():
+        return f"{path} is missing"
+    if (size := path.stat().st_size) != written.num_bytes:
+        return f"{path} has {size} bytes, {written.num_bytes} were written"
+    if (found := file_checksum(path, written.algorithm)) != written.checksum:
+        return f"{path} has checksum {found}, {written.checksum} was written"
+    return None
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -133,10 +150,12 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
+    _sync(path.parent)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """A file's bytes, or a folder's names, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

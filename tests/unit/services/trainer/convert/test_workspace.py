@@ -46,6 +46,25 @@ def test_another_plan_starts_over(tmp_path: Path) -> None:
         assert not space.kept(SHARDS)
 
 
+def test_all_files_and_the_folder_are_on_the_disk_before_the_target_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, synced = tmp_path / "target", list[str]()
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        assert not target.exists() or synced[-1] in (tmp_path.name, ".target.converting")
+
+    with workspace(target) as space:
+        space.prepare({})
+        finish_shard(space, "0.bin")
+        (space.result / "config.json").write_text("{}")
+        monkeypatch.setattr("os.fsync", fsync)
+        space.finish()
+    assert synced[:3] == ["0.bin", "config.json", "result"]
+    assert synced[-1] == tmp_path.name
+
+
 def test_the_target_appears_at_the_end_and_replaces_an_older_one(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
