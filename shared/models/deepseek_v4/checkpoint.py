@@ -338,14 +338,26 @@ def _directory_in_one_step(path: Path, *, overwrite: bool) -> Iterator[Path]:
     building.mkdir()
     try:
         yield building
+        for written in (*sorted(building.iterdir()), building):
+            _sync(written)
         if path.exists():
             path.rename(replaced)
         building.rename(path)
+        _sync(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(building, ignore_errors=True)
         if replaced.exists() and not path.exists():
             replaced.rename(path)
+
+
+def _sync(path: Path) -> None:
+    """A file's bytes, or a folder's names, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

@@ -307,6 +307,21 @@ def test_failed_write_leaves_what_was_there(
     assert [path.name for path in tmp_path.iterdir()] == ["release"]
 
 
+def test_everything_is_on_the_disk_before_the_directory_appears(
+    tmp_path: Path, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        assert (tmp_path / "release").exists() == (synced[-1] == tmp_path.name)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    write_release(tmp_path / "release", DEMO, weights)
+    assert synced[:2] == ["config.json", "model.safetensors"]
+    assert synced[-1] == tmp_path.name
+
+
 def test_existing_release_is_only_replaced_on_request(
     release: Path, weights: dict[str, Tensor]
 ) -> None:
