@@ -24,10 +24,10 @@ _SCALES = {
 }  # fmt: skip
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})\b\s*(.*)", re.IGNORECASE)
 _CHANGE = re.compile(
-    r"^\W*(?:squared|cubed|factorial|k\b)"
-    r"|\b(?:negative|minus|plus|below zero|half|halves|third|fourth|fifth|sixth|seventh|eighth"
-    r"|ninth|tenth|quarter|(?:hundred|thousand|million)th|dozen|hundred|thousand|million|billion"
-    r"|trillion)s?\b",
+    r"^\W*(?:squared|cubed|factorial|k\b)|\b(?:negative|minus|plus|below zero|half|halves)\b"
+    r"|\b(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|(?:hundred|thousand|million)th)"
+    r"(?:s\b|\W*$)"  # but 12 fifth graders
+    r"|\b(?:dozen|hundred|thousand|million|billion|trillion)s?\b",
     re.IGNORECASE,
 )
 

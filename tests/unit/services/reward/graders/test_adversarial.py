@@ -84,7 +84,19 @@ def test_a_box_that_the_text_denies_is_no_answer(response: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["18", r"\$18", "$18", "18 dollars", "18.0", "18.00", "x=18", "9+9=18"]
+    "answer",
+    [
+        "18",
+        r"\$18",
+        "$18",
+        "18 dollars",
+        "18.0",
+        "18.00",
+        "x=18",
+        "9+9=18",
+        "18 quarters",
+        "18 fifth graders",
+    ],
 )
 def test_whole_numbers_are_read_with_what_people_write_around_them(answer: str) -> None:
     assert integers.grade(f"Thus\n#### {answer}", "18").value == 1.0  # type: ignore[union-attr]
