@@ -127,7 +127,8 @@ class JobRunner:
                 running.result()
                 ended = "finished"
         except JobPaused as err:
-            ended, error = "paused", str(err)
+            is_cancelled = self._store.get(job.job_id).wish == "cancel"
+            ended, error = "cancelled" if is_cancelled else "paused", str(err)
         except (TandemError, ValueError, OSError) as err:
             log.exception("job_failed", job_id=job.job_id)
             ended, error = "failed", f"{type(err).__name__}: {err}"

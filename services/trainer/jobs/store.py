@@ -136,19 +136,26 @@ class JobStore:
         self._db.execute("UPDATE jobs SET attempts = 1 WHERE job_id = ?", (job_id,))
 
     def end(self, job_id: str, state: JobState, error: str | None = None) -> None:
+        """A pause that a wish to cancel has overtaken is none."""
         self._db.execute(
-            "UPDATE jobs SET state = ?, error = ?, wish = NULL, attempts = 0 WHERE job_id = ?",
-            (state, error, job_id),
+            "UPDATE jobs SET state = CASE WHEN ? = 'paused' AND wish = 'cancel' THEN 'cancelled'"
+            " ELSE ? END, error = ?, wish = NULL, attempts = 0 WHERE job_id = ?",
+            (state, state, error, job_id),
         )
 
     def ask(self, job_id: str, wish: Wish) -> StoredJob:
-        """Pause or cancel: at once for a job that waits, soon for one that runs."""
+        """Pause or cancel: at once for a job that waits, soon for one that runs.
+
+        A cancel takes the place of a pause that is under way; nothing takes that of a cancel.
+        """
         with self._writing():
             now = self.get(job_id)
             waiting = now.state == "queued" or (now.state == "paused" and wish == "cancel")
             if waiting:
                 self.end(job_id, "paused" if wish == "pause" else "cancelled")
             elif now.state == "running":
+                if (now.wish, wish) == ("cancel", "pause"):
+                    raise WrongState(f"{job_id} is being cancelled; it cannot pause any more")
                 self._db.execute("UPDATE jobs SET wish = ? WHERE job_id = ?", (wish, job_id))
             elif now.state != ("paused" if wish == "pause" else "cancelled"):
                 raise WrongState(
@@ -157,7 +164,10 @@ class JobStore:
         return self.get(job_id)
 
     def resume(self, job_id: str) -> StoredJob:
-        """Queue a paused or failed job again, at its old place; it goes on where it was."""
+        """Queue a paused or failed job again, at its old place; it goes on where it was.
+
+        A job whose pause is under way goes on at once. One that is in line already stays there.
+        """
         with self._writing():
             now = self.get(job_id)
             if now.state in ("paused", "failed"):
@@ -171,8 +181,9 @@ class JobStore:
                     f"{job_id} is finished; only a paused or failed job can resume "
                     f"(all of its {now.job.steps} steps are taken)"
                 )
-            elif now.state not in ("queued", "running"):
-                raise WrongState(f"{job_id} is {now.state}; only a paused or failed job can resume")
+            elif now.state != "queued":
+                doing = "being cancelled" if now.wish == "cancel" else now.state
+                raise WrongState(f"{job_id} is {doing}; only a paused or failed job can resume")
         return self.get(job_id)
 
     def _new_id(self, name: str) -> str:

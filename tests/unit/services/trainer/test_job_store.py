@@ -111,7 +111,15 @@ def test_running_job_is_told_of_the_wish(store: JobStore) -> None:
     assert store.ask(job_id, "pause").state == "running"
     assert store.get(job_id).wish == "pause"
     assert store.resume(job_id).wish is None
+    with pytest.raises(WrongState, match="is running; only a paused or failed job can resume"):
+        store.resume(job_id)
+    store.ask(job_id, "pause")
     assert store.ask(job_id, "cancel").wish == "cancel"
+    with pytest.raises(WrongState, match="is being cancelled; it cannot pause any more"):
+        store.ask(job_id, "pause")
+    with pytest.raises(WrongState, match="is being cancelled; only a paused"):
+        store.resume(job_id)
+    assert store.get(job_id).wish == "cancel"
     store.end(job_id, "cancelled")
     assert store.get(job_id).wish is None
 
@@ -125,6 +133,15 @@ def test_ended_job_cannot(store: JobStore, state: str, asked: str) -> None:
     store.end(job_id, state)
     with pytest.raises(WrongState, match=f"{job_id} is {state}; only a "):
         store.resume(job_id) if asked == "resume" else store.ask(job_id, asked)
+
+
+def test_a_pause_that_a_cancel_has_overtaken_is_none(store: JobStore) -> None:
+    job_id = store.add(make_job())[0].job_id
+    store.begin(job_id)
+    store.ask(job_id, "pause")
+    store.ask(job_id, "cancel")
+    store.end(job_id, "paused", "paused on request")
+    assert (store.get(job_id).state, store.get(job_id).wish) == ("cancelled", None)
 
 
 def test_failed_job_can_be_resumed(store: JobStore) -> None:
