@@ -1,7 +1,7 @@
 """Names of graders and what is added to a score; the sections of a job that reward speaks about."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -51,6 +51,22 @@ class OverlongSection(Section):
         return self
 
 
+Unscored = Literal["drop_group", "zero"]
+Retried = Literal["timeout", "error"]
+
+
+class UnscoredSection(Section):
+    """What a sample without a score means, by its outcome: its group is not trained on, or the
+    sample earns 0. Zeros for a slow or broken grader punish the policy for what it did not do."""
+
+    unparseable: Unscored = "drop_group"
+    """No answer, or none that can be read; as `zero` it is a wrong answer."""
+    timeout: Unscored = "drop_group"
+    """The check used up its time, the last repetition's, too."""
+    error: Unscored = "drop_group"
+    """The grader failed, or the gold is unusable, in the last repetition, too."""
+
+
 class RewardSection(Section):
     grader: GraderName = "math"
     """`math` (MATH, DeepMath), `aime`, `gsm8k`, `dapo`, `code`, `format`, `arithmetic`; one that
@@ -60,9 +76,10 @@ class RewardSection(Section):
     overlong: OverlongSection | None = None
     """The penalty for long responses (DAPO)."""
     retries: int = Field(0, ge=0, le=5)
-    """How often a check that timed out or failed is repeated before it counts as unscored."""
+    """How often a check whose outcome is in `retried` is repeated before it counts as unscored."""
+    retried: list[Retried] = Field(default_factory=lambda: list(get_args(Retried)))
+    """The outcomes for which a check is repeated."""
     timeout_s: float = Field(5.0, gt=0, le=60)
     """Wall-clock limit of one check, enforced from outside."""
-    unscored: Literal["drop_group", "zero"] = "drop_group"
-    """What a group with an unparseable, timed-out or failed check becomes. Unparseable text is an
-    answer that earns nothing under `zero`; time-outs and errors drop the group either way."""
+    unscored: UnscoredSection = UnscoredSection()
+    """What unparseable, timed-out and failed checks mean; one outcome that drops is enough."""

@@ -61,11 +61,17 @@ class Grading:
         if HEAVY & set(graders):
             await self.pool.prepare()
 
-    async def grade(self, asked: Sequence[Asked], *, retries: int = 0) -> list[Outcome]:
-        """One outcome each, in order. What timed out or failed is asked again, `retries` times."""
+    async def grade(
+        self,
+        asked: Sequence[Asked],
+        *,
+        retries: int = 0,
+        retried: Sequence[str] = ("timeout", "error"),
+    ) -> list[Outcome]:
+        """One outcome each, in order. What ended as `retried` is asked again, `retries` times."""
         outcomes = await self._grade(asked)
         for _ in range(retries):
-            places = [i for i, one in enumerate(outcomes) if one.kind in ("timeout", "error")]
+            places = [i for i, one in enumerate(outcomes) if one.kind in retried]
             if not places:
                 break
             REPEATED.inc(len(places))

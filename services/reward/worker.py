@@ -117,7 +117,7 @@ class GradeWorker:
             known = ", ".join(self._grading.names)
             raise Rejected(f"{prompt.group_id}: no grader {unknown!r}; there are {known}")
         begin_s = time.monotonic()
-        outcomes = await self._grading.grade(asked, retries=reward.retries)
+        outcomes = await self._grading.grade(asked, retries=reward.retries, retried=reward.retried)
         seconds = time.monotonic() - begin_s
         scored = ScoredGroup(group=group, outcomes=outcomes, grading_s=seconds)
         await publish(self._redis, topology.groups(job_id), scored.pack())

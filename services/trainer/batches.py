@@ -16,13 +16,12 @@ import numpy.typing as npt
 from services.trainer.loss.advantages import MIN_REWARD_SPREAD, advantages, are_equal
 from services.trainer.loss.validity import are_logprobs
 from shared.job import Job
+from shared.job_reward import UnscoredSection
 from shared.messages import (
-    GraderError,
     Outcome,
     Rollout,
     Score,
     ScoredGroup,
-    Timeout,
     TrainingBatch,
     TrainingSample,
 )
@@ -73,7 +72,7 @@ def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[floa
     if _bad_logprob_share(scored.group.rollouts) > job.algorithm.max_bad_logprob_share:
         return Unusable("bad_logprobs", graded)
     if len(graded) < len(scored.outcomes):
-        return Unusable(_unscored_reason(scored.outcomes), graded)
+        return Unusable(_unscored_reason(scored.outcomes, job.reward.unscored), graded)
     rollouts = scored.group.rollouts
     all_truncated = all(rollout.finish_reason == "length" for rollout in rollouts)
     if not any(_is_trained(rollout, job) for rollout in rollouts):  # the rest of them is empty
@@ -85,8 +84,7 @@ def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[floa
 
 def graded_rewards(scored: ScoredGroup, *, job: Job) -> tuple[float, ...]:
     """What those samples earned that have a score."""
-    zero_unparseable = job.reward.unscored == "zero"
-    found = [_reward(one, zero_unparseable=zero_unparseable) for one in scored.outcomes]
+    found = [_reward(one, job.reward.unscored) for one in scored.outcomes]
     return tuple(reward for reward in found if reward is not None)
 
 
@@ -223,21 +221,16 @@ def _share(rollouts: Sequence[Rollout], finish_reason: str) -> float:
     return sum(rollout.finish_reason == finish_reason for rollout in rollouts) / len(rollouts)
 
 
-def _reward(outcome: Outcome, *, zero_unparseable: bool) -> float | None:
+def _reward(outcome: Outcome, unscored: UnscoredSection) -> float | None:
     if isinstance(outcome, Score):
         return outcome.value
-    if outcome.kind == "unparseable" and zero_unparseable:
-        return 0.0
-    return None
+    return 0.0 if getattr(unscored, outcome.kind) == "zero" else None
 
 
-def _unscored_reason(outcomes: Sequence[Outcome]) -> str:
-    """The gravest of the reasons names the group."""
-    if any(isinstance(outcome, GraderError) for outcome in outcomes):
-        return "unscored_error"
-    if any(isinstance(outcome, Timeout) for outcome in outcomes):
-        return "unscored_timeout"
-    return "unscored_unparseable"
+def _unscored_reason(outcomes: Sequence[Outcome], unscored: UnscoredSection) -> str:
+    """The gravest of those that drop the group names it."""
+    kinds = {outcome.kind for outcome in outcomes if _reward(outcome, unscored) is None}
+    return next(f"unscored_{kind}" for kind in ("error", "timeout", "unparseable") if kind in kinds)
 
 
 def _no_variance_reason(rewards: Sequence[float]) -> str:

@@ -101,6 +101,8 @@ async def test_what_fails_is_repeated_as_often_as_asked_and_the_rest_is_not(
     outcomes = await grading.grade(items, retries=2)
     assert [one.kind for one in outcomes] == ["score", "score", "error", "unparseable"]
     assert [len(call) for call in pool.calls] == [4, 2, 1]
+    await grading.grade(items, retries=2, retried=["timeout"])
+    assert [len(call) for call in pool.calls[3:]] == [4]
 
 
 async def test_plug_ins_go_by_their_own_name_and_unknown_graders_are_named() -> None:

@@ -108,12 +108,33 @@ def test_unusable_group_says_why(group: ScoredGroup, reason: str, rewards: tuple
 
 
 def test_unparseable_text_may_earn_nothing_instead() -> None:
-    job = make_job(reward={"unscored": "zero"})
+    job = make_job(reward={"unscored": {"unparseable": "zero"}})
     assert judge(scored(RIGHT, Unparseable()), job=job, oldest_trainable=0) == (1.0, 0.0)
     late = judge(scored(RIGHT, Timeout(after_s=1)), job=job, oldest_trainable=0)
     assert late == Unusable("unscored_timeout", (1.0,))
     wrong = judge(scored(WRONG, Unparseable()), job=job, oldest_trainable=0)
     assert wrong == Unusable("no_variance_all_wrong", (0.0, 0.0))  # both count in reward_raw
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind"),
+    [
+        (Unparseable(), "unparseable"),
+        (Timeout(after_s=1), "timeout"),
+        (GraderError(reason="x"), "error"),
+    ],
+)
+def test_each_outcome_without_a_score_has_its_own_setting(outcome: Outcome, kind: str) -> None:
+    others = [Unparseable(), Timeout(after_s=1), GraderError(reason="x")]
+    zero = make_job(reward={"unscored": {kind: "zero"}})
+    assert judge(scored(RIGHT, outcome), job=zero, oldest_trainable=0) == (1.0, 0.0)
+    for other in others:
+        if other.kind != kind:
+            found = judge(scored(RIGHT, outcome, other), job=zero, oldest_trainable=0)
+            assert found == Unusable(f"unscored_{other.kind}", (1.0, 0.0))
+    all_zero = {other.kind: "zero" for other in others}
+    job = make_job(reward={"unscored": all_zero})
+    assert judge(scored(RIGHT, *others), job=job, oldest_trainable=0) == (1.0, 0.0, 0.0, 0.0)
 
 
 def test_raw_reward_counts_unparseable_text_that_earns_nothing() -> None:
