@@ -13,6 +13,7 @@ from services.cli.stack import choose_ports, stack_programs
 from services.client import TandemClient
 from shared.local_stack import running
 from shared.weights.manifest import MANIFEST_FILE, Manifest
+from tests.timed_fields import TIMED
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -24,8 +25,6 @@ CHANGES = [
     "sampling.groups_per_step=3",
     "sampling.samples_per_prompt=4",
 ]
-TIMED = {"seconds", "step_seconds", "tokens_per_s"}
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 

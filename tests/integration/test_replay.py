@@ -27,6 +27,7 @@ from tests.integration.conductor_world import (
     run_to_end,
     running_world,
 )
+from tests.timed_fields import TIMED
 
 
 class Replay:
@@ -260,10 +261,8 @@ async def test_a_deterministic_job_is_the_same_whoever_comes_first(
     one, other = [await one_run(redis, tmp_path / str(seed), seed) for seed in (1, 2)]
     assert one.history == other.history
     assert one.ranks.weights == other.ranks.weights
-    timed = {"seconds", "step_seconds", "tokens_per_s"}  # and what is in line at a moment
-    timed |= {"backlog", "sampled_tokens_per_s", "graded_per_s"}
     metrics = [
-        [{k: v for k, v in step.items() if k not in timed} for step in world.events("step")]
+        [{k: v for k, v in step.items() if k not in TIMED} for step in world.events("step")]
         for world in (one, other)
     ]
     assert metrics[0] == metrics[1]
