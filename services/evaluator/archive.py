@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from services.evaluator.checkpoint import OFFLINE
-from services.evaluator.comparison import Comparison, compare, shares
+from services.evaluator.comparison import Comparison, asked_differently, compare, shares
 from services.evaluator.samples import Header, ProblemResult, read_samples
 from services.evaluator.trend import Trend, trend
 
@@ -68,10 +68,13 @@ class Archive:
         return compare(pair[0], pair[1])
 
     def trends(self, job_id: str) -> dict[str, tuple[list[Finished], Trend | None]]:
-        """The versions of each suite of a run, and the line through them."""
+        """The versions of each suite of a run that were asked alike, and the line through them."""
         by_suite: dict[str, list[Finished]] = {}
+        first: dict[str, dict[str, Any]] = {}
         for one in self.of_job(job_id):
-            by_suite.setdefault(str(one.result["suite"]), []).append(one)
+            suite, asked = str(one.result["suite"]), one.result.get("asked") or {}
+            differently = asked_differently(first.setdefault(suite, asked), asked)
+            by_suite.setdefault(", ".join([suite, *differently]), []).append(one)
         is_run = job_id != OFFLINE  # what else lies there are checkpoints of anybody
         return {
             suite: (found, self._trend(found) if is_run else None)

@@ -55,6 +55,7 @@ async def comparison(before: Before, after: After, request: Request) -> dict[str
             {**asdict(one), "is_significant": one.is_significant} for one in found.changes.values()
         ],
         "verdict": found.verdict,
+        "asked_differently": found.asked_differently,
         "gained": [pair.after.row for pair in found.gained],
         "lost": [pair.after.row for pair in found.lost],
     }

@@ -4,9 +4,9 @@ Only problems that both have are compared, matched by prompt and gold. A change 
 the sign-flip test says so at `LEVEL`; each k is a test of its own. Intervals are the usual 95 %.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -62,6 +62,7 @@ class Comparison:
     num_only_after: int
     changes: dict[int, Change]
     verdict: Verdict
+    asked_differently: list[str]  # such as "temperature 0.6 → 1.0"; empty where nothing is known
 
     @property
     def gained(self) -> list[Pair]:
@@ -75,7 +76,10 @@ class Comparison:
 def compare(
     before: tuple[Header, Sequence[ProblemResult]], after: tuple[Header, Sequence[ProblemResult]]
 ) -> Comparison:
-    """Pair two evaluations; `NotComparable` names what is wrong with them."""
+    """Pair two evaluations; `NotComparable` names what is wrong with them.
+
+    Where they were asked differently nothing is said about the policy: no verdict.
+    """
     earlier = {(one.prompt, one.gold): one for one in before[1]}
     later = {(one.prompt, one.gold): one for one in after[1]}
     pairs = [Pair(one, later[key]) for key, one in earlier.items() if key in later]
@@ -86,13 +90,25 @@ def compare(
         )
     most = min(before[0].samples_per_problem, after[0].samples_per_problem)
     changes = _changes(pairs, shown_ks(most))
+    differently = asked_differently(before[0].asked, after[0].asked)
     return Comparison(
         pairs=pairs,
         num_only_before=len(earlier) - len(pairs),
         num_only_after=len(later) - len(pairs),
         changes=changes,
-        verdict=_verdict(pairs, changes),
+        verdict="undecided" if differently else _verdict(pairs, changes),
+        asked_differently=differently,
     )
+
+
+def asked_differently(
+    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> list[str]:
+    """In what the two ways of asking differ."""
+    if not before or not after:
+        return []
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [f"{name} {before.get(name)} → {after.get(name)}" for name in names]
 
 
 def shares(results: Sequence[ProblemResult], k: int) -> Array:

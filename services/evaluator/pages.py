@@ -85,11 +85,21 @@ def comparison_page(before: Finished, after: Finished, found: Comparison) -> str
     return page(
         f"{before.name} → {after.name}",
         paragraph(f"{len(found.pairs)} problems in both; {only}", style="weak"),
+        _asked_differently(found),
         Raw(f"<p><b>{_text(VERDICTS[found.verdict])}</b></p>").html,
         _changes(found),
         _pairs("Gained", "solved at least once now, never before", found.gained, before, after),
         _pairs("Lost", "solved at least once before, never now", found.lost, before, after),
         _pairs("All problems, by change", "", sorted(found.pairs, key=_rise), before, after),
+    )
+
+
+def _asked_differently(found: Comparison) -> str:
+    if not found.asked_differently:
+        return ""
+    told = ", ".join(found.asked_differently)
+    return paragraph(
+        f"Not asked alike: {told}. What changed may be the question's doing, not the policy's."
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from shared.chat import encode_prompt
 from shared.data import Row, load_rows
@@ -55,6 +56,15 @@ class Plan:
     max_running_requests: int
     budgets: list[int]  # below sampling.max_response_tokens, rising
     tokenizer: CheckpointTokenizer
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """How its problems are asked; figures of two versions compare where this is equal."""
+        return {
+            **self.sampling.model_dump(mode="json"),
+            "samples_per_problem": self.samples_per_problem,
+            "grader": self.grader,
+        }
 
     @property
     def longest(self) -> int:

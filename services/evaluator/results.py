@@ -41,6 +41,7 @@ def summarise(plan: Plan, results: Sequence[ProblemResult], *, seconds: float) -
         "num_problems": len(results),
         "num_samples": len(samples),
         "samples_per_problem": n,
+        "asked": plan.asked,
         "pass_at_k": {k: found.mean for k, found in by_k.items()},
         "pass_at_k_ci": {k: _bounds(found) for k, found in by_k.items()},
         "pass_at_1_ci": _bounds(intervals[0]),

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -82,6 +82,7 @@ class Header(_Line):
     max_response_tokens: int | None = None
     step: int | None = None
     rows: list[int] = Field(description="the problems to do, in the suite's order")
+    asked: dict[str, Any] | None = Field(None, description="how; None in files that do not say")
     began_at_s: float = 0.0
 
     @classmethod
@@ -96,11 +97,13 @@ class Header(_Line):
             max_response_tokens=plan.sampling.max_response_tokens,
             step=plan.step,
             rows=[problem.row for problem in plan.problems],
+            asked=plan.asked,
             began_at_s=began_at_s,
         )
 
     def is_of_same_evaluation(self, other: "Header") -> bool:
-        return self == other.model_copy(update={"began_at_s": self.began_at_s})
+        unknown = {"asked": None} if self.asked is None else {}
+        return self == other.model_copy(update={"began_at_s": self.began_at_s} | unknown)
 
 
 class SampleFile:

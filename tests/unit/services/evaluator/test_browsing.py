@@ -13,14 +13,20 @@ from services.evaluator.archive import Archive
 from services.evaluator.browsing import router
 from services.evaluator.results import summarise
 from services.evaluator.samples import GradedSample, ProblemResult, SampleFile, write_summary
-from shared.messages import Outcome, Score, Unparseable
+from shared.messages import Outcome, SamplingParams, Score, Unparseable
 from tests.unit.services.evaluator.test_samples import make_plan
 
 HOSTILE = "<script>alert(1)</script>"
 
 
 def keep(
-    runs: Path, *, version: int, num_right: int, prompt: str = "p", suite: str = "tiny"
+    runs: Path,
+    *,
+    version: int,
+    num_right: int,
+    prompt: str = "p",
+    suite: str = "tiny",
+    temperature: float = 1.0,
 ) -> str:
     """One evaluation of twelve problems, eight samples each, as an evaluator leaves it."""
     stem = f"v{version:08d}"
@@ -32,6 +38,7 @@ def keep(
         policy_version=version,
         step=version,
         budgets=[4],
+        sampling=SamplingParams(max_response_tokens=8, temperature=temperature),
     )
     file = SampleFile(plan.file_stem(runs), plan, now_s=1.0)
     for problem in plan.problems:
@@ -117,6 +124,24 @@ def test_comparison_names_gained_and_lost_problems(client: TestClient, tmp_path:
     assert body["lost"] == list(range(12))
     assert body["verdict"] == "undecided"
     assert body["changes"][0]["difference"]["mean"] == pytest.approx(-5 / 8)
+
+
+def test_what_was_asked_differently_is_no_trend_and_no_verdict(
+    client: TestClient, tmp_path: Path
+) -> None:
+    before = keep(tmp_path, version=0, num_right=0, temperature=0.6)
+    after = keep(tmp_path, version=10, num_right=5)
+    keep(tmp_path, version=20, num_right=5)
+    index = client.get("/evals").text
+    assert "rising" not in index
+    assert "tiny, temperature 0.6 → 1.0: no trend is shown" in index
+    pair = {"before": before, "after": after}
+    assert (
+        "Not asked alike: temperature 0.6 → 1.0." in client.get("/evals/compare", params=pair).text
+    )
+    body = client.get("/v1/evals/compare", params=pair).json()
+    assert body["asked_differently"] == ["temperature 0.6 → 1.0"]
+    assert body["verdict"] == "undecided"
 
 
 @pytest.mark.parametrize(
