@@ -306,7 +306,7 @@ async def test_evaluation_is_published_acked_and_kept(stage: Stage) -> None:
     assert fields["eval_id"] == f"{JOB_ID}.e00000003"
     assert (fields["num_problems"], fields["skipped_problems"]) == (NUM_PROBLEMS, 1)
     assert fields["num_samples"] == 4 * NUM_PROBLEMS
-    assert set(fields["pass_at_k"]) == {"1", "2", "4"}
+    assert set(fields["pass_at_k"]) == {"1", "2", "3", "4"}
     header, results = read_samples(stage.samples_file)
     assert header.policy_version == 3
     assert [one.num_correct for one in results] == fields["per_problem_correct"]
