@@ -228,7 +228,7 @@ class Updates:
             progress = update.stager.progress
             if (kind, index) in progress.ready:
                 return update.folder / name
-            if kind == "deltas" and update.request.manifest.delta is None:
+            if kind == "deltas" and update.request.base_version is None:
                 return None  # it comes whole
             come = progress.pulled_bytes + progress.staged_bytes
             return Coming(come) if update.state == "staging" else None
