@@ -180,7 +180,11 @@ class Versions:
         """Of the probe by the version that is to be replaced, where the two differ."""
         if probe is None or self.good is None or self.good.checksum == candidate.checksum:
             return []
-        return await self._scores([one.token_ids for one in probe.sequences])
+        client = self._server.client
+        await client.go_on()  # paused, it would score nothing; the gate lets nobody else in
+        scores = await self._scores([one.token_ids for one in probe.sequences])
+        await client.pause("abort")
+        return scores
 
     async def _load(self, folder: Path, transport: Transport) -> None:
         client, limit_s = self._server.client, self._spec.update_deadline_s
