@@ -52,6 +52,10 @@ class FakeServer:
     _cached: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
     _fault: Fault = "none"
     _pending: dict[str, Any] | None = None
+    _goes_on: asyncio.Event = field(default_factory=asyncio.Event)  # cleared by a pause
+
+    def __post_init__(self) -> None:
+        self._goes_on.set()
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -66,8 +70,8 @@ class FakeServer:
         app.get("/health")(self._ok)
         app.get("/health_generate")(self._health)
         app.post("/generate")(self._generate)
-        for path in ("/pause_generation", "/continue_generation"):
-            app.post(path)(self._ok)
+        app.post("/pause_generation")(self._pause)
+        app.post("/continue_generation")(self._go_on)
         app.post("/abort_request")(self._abort)
         app.post("/flush_cache")(self._flush)
         app.post("/update_weights_from_disk")(self._update)
@@ -90,6 +94,14 @@ class FakeServer:
         if self.breaks_next_health:
             self.breaks_next_health = False
             return StreamingResponse(_broken(), headers={"content-length": "2"})
+        return await self._ok()
+
+    async def _pause(self) -> dict[str, Any]:
+        self._goes_on.clear()
+        return await self._ok()
+
+    async def _go_on(self) -> dict[str, Any]:
+        self._goes_on.set()
         return await self._ok()
 
     async def _info(self) -> dict[str, Any]:
@@ -154,6 +166,7 @@ class FakeServer:
         return answer
 
     async def _generate(self, body: dict[str, Any]) -> Any:
+        await self._goes_on.wait()
         if isinstance(body["input_ids"][0], int):
             return self._answer(body["input_ids"], body["sampling_params"], body)
         if self.endless and int(body["rid"][0].rstrip(";").rpartition(".")[2]) in self.endless:
