@@ -8,6 +8,7 @@ import json
 import platform
 import re
 import shutil
+import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Iterator, Sequence
@@ -133,10 +134,22 @@ async def check_ports(base: int | None) -> list[Check]:
     return [await _port(name, port) for name, port in ports.by_name().items()]
 
 
+def _is_broker(port: int) -> bool:
+    """Whether what listens there speaks Redis; one that wants a password does."""
+    try:
+        with socket.create_connection((HOST, port), timeout=TIMEOUT_S) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+    except OSError:
+        return False
+
+
 async def _port(name: str, port: int) -> Check:
     what = f"port {port} of the {name}"
     if not port_in_use(HOST, port):
         return Check(what, "ok", "is free")
+    if name == "broker" and await asyncio.to_thread(_is_broker, port):
+        return Check(what, "ok", "a running broker has it")
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as http:
         try:
             answer = await http.get(f"http://{HOST}:{port}/healthz")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ async def test_a_broker_of_ours_is_well_and_none_is_bad(redis_url: str) -> None:
     assert {one.state for one in await doctor.check_broker(redis_url)} == {"ok"}
     (found,) = await doctor.check_broker(f"redis://127.0.0.1:{free_port()}/0")
     assert (found.name, found.state) == ("broker", "bad")
+
+
+async def test_a_brokers_port_is_a_brokers_or_somebodys(redis_url: str) -> None:
+    port = int(redis_url.rsplit(":", 1)[1].split("/")[0])
+    assert (await doctor._port("broker", port)).state == "ok"
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, says nothing
+        found = await doctor._port("broker", silent.getsockname()[1])
+    assert found.state == "bad"
 
 
 async def test_a_port_is_free_ours_or_somebodys() -> None:
