@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch import Tensor
 
 from services.trainer.megatron import parallel
+from services.trainer.models.deepseek_v4 import block, rope
+from shared.models.deepseek_v4.architecture import Architecture
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,3 +59,16 @@ def pytest_terminal_summary(
     terminalreporter.section("planted mistakes: side, caught by (size), the walk's verdict")
     for mistake, side, checks, where in found.rows:
         terminalreporter.write_line(f"{mistake:<34} {side:<10} {checks:<36} {where}")
+
+
+@pytest.fixture
+def float64_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actor's rotations are FP32 by design; the reference follows the dtype of its weights."""
+
+    def turns(arch: Architecture, layer: int, like: Tensor) -> Tensor:
+        frequencies = torch.tensor(arch.rope_frequencies(layer), dtype=torch.float64)
+        angles = torch.outer(torch.arange(like.size(1), dtype=torch.float64), frequencies)
+        return torch.polar(torch.ones_like(angles), angles)
+
+    assert block.layer_rotations is rope.layer_rotations
+    monkeypatch.setattr(block, "layer_rotations", turns)

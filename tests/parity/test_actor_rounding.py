@@ -15,10 +15,7 @@ from services.trainer.engine.actor import Actor
 from services.trainer.engine.rounding import rounded_weights
 from services.trainer.export import export_version
 from services.trainer.megatron import parallel
-from services.trainer.models.deepseek_v4 import block, rope
-from services.trainer.models.deepseek_v4.config import transformer_config
-from services.trainer.models.deepseek_v4.model import DeepSeekV4
-from services.trainer.models.deepseek_v4.weights import load_weights, release_tensors
+from services.trainer.models.deepseek_v4.weights import release_tensors
 from shared.errors import Rejected
 from shared.job import Job
 from shared.models.deepseek_v4.architecture import Architecture
@@ -27,6 +24,7 @@ from shared.models.deepseek_v4.reference import Reference
 from shared.quant.activation import RELEASE, SERVED, ActivationQuant
 from shared.quant.policy import POLICIES
 from shared.weights.manifest import Manifest, shard_file
+from tests.parity.float64_actor import float64, float64_actor
 from tests.parity.test_actor_step import FROZEN, batch, held, job, twin_step, weights
 from tests.tiny_deepseek_v4 import ALIGNED, DEMO, SMALL, random_tokens, random_weights
 
@@ -228,29 +226,6 @@ def test_a_sampler_of_unrounded_weights_has_an_actor_of_unrounded_weights(
 
 
 # ------------------------------------------------------------------ activations
-
-
-@pytest.fixture
-def float64_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The actor's rotations are FP32 by design; the reference follows the dtype of its weights."""
-
-    def turns(arch: Architecture, layer: int, like: Tensor) -> Tensor:
-        frequencies = torch.tensor(arch.rope_frequencies(layer), dtype=torch.float64)
-        angles = torch.outer(torch.arange(like.size(1), dtype=torch.float64), frequencies)
-        return torch.polar(torch.ones_like(angles), angles)
-
-    assert block.layer_rotations is rope.layer_rotations
-    monkeypatch.setattr(block, "layer_rotations", turns)
-
-
-def float64(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {n: w.double() if w.is_floating_point() else w for n, w in weights.items()}
-
-
-def float64_actor(arch: Architecture, weights: dict[str, Tensor]) -> DeepSeekV4:
-    model = DeepSeekV4(transformer_config(arch), arch, freeze_router=False).double()
-    load_weights(model, weights)
-    return model
 
 
 @pytest.mark.usefixtures("float64_turns")

@@ -12,7 +12,6 @@ from services.trainer.engine.actor import Actor
 from services.trainer.fp8.emulated import EmulatedFp8
 from services.trainer.fp8.products import EXACT, TakesProducts, products_as
 from services.trainer.megatron import parallel
-from services.trainer.models.deepseek_v4 import block, rope
 from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from services.trainer.models.deepseek_v4.weights import load_weights
@@ -23,6 +22,7 @@ from shared.models.deepseek_v4.reference import Reference
 from shared.quant.activation import ActivationQuant
 from shared.quant.fp8 import dequantise_fp8, quantise_fp8
 from shared.quant.policy import weight_class
+from tests.parity.float64_actor import float64, float64_actor
 from tests.parity.test_actor_step import batch, held, job, weights
 from tests.tiny_deepseek_v4 import ALIGNED, DEMO, SMALL, random_tokens, random_weights
 
@@ -43,29 +43,6 @@ def _world_of_one() -> Iterator[None]:
     parallel.initialise(seed=1)
     yield
     parallel.leave()
-
-
-@pytest.fixture
-def _float64_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The actor's rotations are FP32 by design; the reference follows the dtype of its weights."""
-
-    def turns(arch: Architecture, layer: int, like: Tensor) -> Tensor:
-        frequencies = torch.tensor(arch.rope_frequencies(layer), dtype=torch.float64)
-        angles = torch.outer(torch.arange(like.size(1), dtype=torch.float64), frequencies)
-        return torch.polar(torch.ones_like(angles), angles)
-
-    assert block.layer_rotations is rope.layer_rotations
-    monkeypatch.setattr(block, "layer_rotations", turns)
-
-
-def float64(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {n: w.double() if w.is_floating_point() else w for n, w in values.items()}
-
-
-def float64_actor(arch: Architecture, values: dict[str, Tensor]) -> DeepSeekV4:
-    model = DeepSeekV4(transformer_config(arch), arch, freeze_router=False).double()
-    load_weights(model, values)
-    return model
 
 
 def on_the_grid(name: str, value: Tensor) -> Tensor:
@@ -93,7 +70,7 @@ def takers(model: DeepSeekV4) -> list[TakesProducts]:
     return [module for module in model.modules() if isinstance(module, TakesProducts)]
 
 
-@pytest.mark.usefixtures("_float64_turns")
+@pytest.mark.usefixtures("float64_turns")
 @pytest.mark.parametrize(("arch", "length"), [(SMALL, 300), (DEMO, 150), (ALIGNED, 150)])
 def test_the_forward_pass_is_that_of_rounded_weights_and_inputs(
     arch: Architecture, length: int
@@ -112,7 +89,7 @@ def test_the_forward_pass_is_that_of_rounded_weights_and_inputs(
     assert (ours - plain).abs().max() > 1e-2 * theirs.abs().max()
 
 
-@pytest.mark.usefixtures("_float64_turns")
+@pytest.mark.usefixtures("float64_turns")
 def test_gradients_are_near_the_exact_ones_and_not_equal() -> None:
     """Of the same rounded forward pass, so that only the backward products differ."""
     values = {n: on_the_grid(n, w) for n, w in float64(random_weights(DEMO, seed=9)).items()}

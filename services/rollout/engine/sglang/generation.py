@@ -18,6 +18,7 @@ from shared.routes import TokenRoutes
 
 _ABORTED = {"type": "abort"}
 _SEED_BITS = 31  # of the server's sampling_seed
+SAME_SCORES = 1e-3  # mean |delta log p| within which two servings of one version agree
 
 
 @dataclass(slots=True)

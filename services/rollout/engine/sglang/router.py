@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from services.rollout.engine.sglang.client import PauseMode, ServerRefused, SGLangClient
-from services.rollout.engine.sglang.generation import single_bodies
+from services.rollout.engine.sglang.generation import SAME_SCORES, single_bodies
 from shared.errors import HttpFailed
 from shared.http import HttpClient
 
-SAME_SCORES = 1e-3  # mean |delta log p| between two workers of one version
 _ASK_S = 20.0
 T = TypeVar("T")
 

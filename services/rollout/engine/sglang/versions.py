@@ -23,6 +23,7 @@ from services.rollout.engine.sglang.checkpoint import server_config, write_folde
 from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.dialects import Dialect, loading
 from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.generation import SAME_SCORES
 from services.rollout.engine.sglang.routes import Tables
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
@@ -40,7 +41,6 @@ from shared.weights.protocol import CommitUpdate, Probe
 log = structlog.get_logger()
 
 FIRST = "first"  # folder of the checkpoint that a server starts with, before any version
-_SAME_SCORES = 1e-3  # mean |delta log p| of one server's scores before and after it went back
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class Versions:
             return
         found = await self._scores([one.token_ids for one in good.probe.sequences])
         delta = float(np.abs(np.concatenate(found) - np.concatenate(good.scores)).mean())
-        if not delta <= _SAME_SCORES:
+        if not delta <= SAME_SCORES:
             raise WeightsCorrupt(
                 f"version {good.policy_version} came back with mean |delta log p| {delta:.3g}"
             )
