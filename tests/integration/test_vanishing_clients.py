@@ -125,7 +125,10 @@ async def test_event_streams_that_are_dropped_leave_nothing_behind(served: Serve
     job_id = await served.trainer.submit()
     await served.trainer.until_state(job_id, "running")
     events = served.trainer.root / "runs" / job_id / "events.jsonl"
-    before = open_descriptors(events)
+    async with asyncio.timeout(10):
+        while open_descriptors(events) == 0:  # noqa: ASYNC110  opened shortly after "running"
+            await asyncio.sleep(0.02)
+    by_the_job = open_descriptors(events)
     for _ in range(5):
         reader, writer = await served.connect()
         writer.write(f"GET /v1/jobs/{job_id}/events HTTP/1.1\r\nHost: t\r\n\r\n".encode())
@@ -133,7 +136,7 @@ async def test_event_streams_that_are_dropped_leave_nothing_behind(served: Serve
             await reader.readuntil(b'"job_started"')
         reset(writer)
     async with asyncio.timeout(10):
-        while open_descriptors(events) > before or streams_running():  # noqa: ASYNC110
+        while open_descriptors(events) > by_the_job or streams_running():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     status = (await served.trainer.http.get(f"/v1/jobs/{job_id}")).json()
     assert (status["state"], status["error"]) == ("running", None)
