@@ -1,29 +1,17 @@
 """`python -m services.reward`. Settings are checked before anything heavy is imported."""
 
 from services.reward.config import RewardConfig
-from shared.config import load_config
-from shared.process import free_port
-from shared.telemetry import configure_logging
+from shared.start import start
 
 
 def main() -> None:
-    config = load_config(RewardConfig)
-    if config.port == 0:
-        config = config.model_copy(update={"port": free_port(config.host)})
-    configure_logging(
-        "reward", level=config.log.level, json=config.log.as_json, replica=config.name
-    )
+    config = start("reward", RewardConfig)
     from services.reward.app import create_app, workers
     from shared.service import serve
 
     app = create_app(config)
-    serve(
-        app,
-        host=config.host,
-        port=config.port,
-        workers=workers(app, config),
-        drain_s=config.drain_s,
-    )
+    running = workers(app, config)
+    serve(app, host=config.host, port=config.port, workers=running, drain_s=config.drain_s)
 
 
 if __name__ == "__main__":
