@@ -3,7 +3,6 @@
 No job runs: its loops are not started, so a test says what happens by adding lines to events.jsonl.
 """
 
-import asyncio
 import contextlib
 import json
 import math
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvicorn
 from fastapi import FastAPI
 from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
@@ -23,7 +21,7 @@ from services.trainer.events import EVENTS_FILE
 from services.trainer.shown_samples import SampleShelf, ShownSample
 from shared.job import Job
 from shared.messages import Score
-from shared.process import free_port
+from tests.served import served
 
 CHROMIUM = Path("/usr/bin/chromium")
 ALL_STEPS = 10_000
@@ -90,20 +88,11 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site(config: TrainerConfig, job: Job) -> AsyncIterator[Site]:
-    app, port = create_app(config), free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="on"))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(15):
-        while not server.started:
-            assert not task.done()
-            await asyncio.sleep(0.02)
-    stored, _ = app.state.store.add(job)
-    yield Site(app, f"http://127.0.0.1:{port}", stored.job_id)
-    app.state.draining = True  # event streams end
-    server.should_exit = True
-    async with asyncio.timeout(15):
-        await task
+    app = create_app(config)
+    async with served(app) as url:
+        stored, _ = app.state.store.add(job)
+        yield Site(app, url, stored.job_id)
+        app.state.draining = True  # event streams end
 
 
 def step(number: int) -> tuple[str, dict[str, Any]]:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from services.rollout.engine.sglang.checkpoint import read_folder
-from shared.process import free_port
 from tests.engine_contract import reference_logprobs
+from tests.served import served
 
 Fault = Literal[
     "none",
@@ -236,16 +235,6 @@ async def _broken() -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def serving(server: FakeServer) -> AsyncIterator[FakeServer]:
-    port = free_port()
-    config = uvicorn.Config(server.app(), host="127.0.0.1", port=port, log_level="critical")
-    running = uvicorn.Server(config)
-    task = asyncio.create_task(running.serve())
-    async with asyncio.timeout(20):
-        while not running.started:  # noqa: ASYNC110  uvicorn tells it by a flag alone
-            await asyncio.sleep(0.02)
-    server.url = f"http://127.0.0.1:{port}"
-    try:
+    async with served(server.app(), lifespan=False, force=True) as url:
+        server.url = url
         yield server
-    finally:
-        running.force_exit = running.should_exit = True
-        await task

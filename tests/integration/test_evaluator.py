@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import uvicorn
 from fastapi import FastAPI, HTTPException
 from redis.asyncio import Redis
 
@@ -35,6 +34,7 @@ from shared.registry import LEASE_S, Replica, register, unregister
 from shared.streams import announce, backlog, publish, read_from
 from shared.tasks import end
 from shared.telemetry import counter, now_s
+from tests.served import served
 
 JOB_ID = "demo-1f3a"
 NUM_PROBLEMS = 12
@@ -216,7 +216,7 @@ class Stage:
             data_roots=(self.tmp_path,),
         )
         app, stop = create_app(config), asyncio.Event()
-        async with _served(app, config.port):
+        async with served(app, port=config.port):
             tasks = [asyncio.create_task(worker(stop)) for worker in workers(app, config)]
             try:
                 yield config
@@ -252,22 +252,6 @@ class Stage:
         return self.tmp_path / "runs" / JOB_ID / "evals" / "v00000003.jsonl"
 
 
-@contextlib.asynccontextmanager
-async def _served(app: FastAPI, port: int) -> AsyncIterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="on"))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(10):
-        while not server.started:
-            assert not task.done()
-            await asyncio.sleep(0.02)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        await task
-
-
 async def until(
     condition: Callable[[], Any], what: str, *, within_s: float = 15.0, every_s: float = 0.02
 ) -> None:
@@ -286,8 +270,8 @@ async def stage(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[S
     rollout, reward = FakeRollout(), FakeReward()
     rollout.gate.set()
     async with (
-        _served(rollout.app(), free_port()) as rollout_url,
-        _served(reward.app(), free_port()) as reward_url,
+        served(rollout.app()) as rollout_url,
+        served(reward.app()) as reward_url,
     ):
         stage = Stage(redis, redis_url, tmp_path, rollout, reward, rollout_url, reward_url)
         renewing = asyncio.create_task(stage.renew())

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import uvicorn
 from fastapi import FastAPI, HTTPException
 from redis.asyncio import Redis
 from typer.testing import CliRunner
@@ -31,6 +30,7 @@ from shared.messages import JobAnnounced
 from shared.process import free_port
 from shared.registry import Replica, register
 from shared.streams import announce
+from tests.served import served
 
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "assets" / "tiny-dsv4"
@@ -130,7 +130,7 @@ async def stage(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[S
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     async with contextlib.AsyncExitStack() as stack:
         for app, port in zip(apps, ports, strict=True):
-            await stack.enter_async_context(_served(app, port))
+            await stack.enter_async_context(served(app, port=port))
         stop = asyncio.Event()
         tasks = [asyncio.create_task(worker(stop)) for worker in workers(evaluator, config)]
         try:
@@ -139,22 +139,6 @@ async def stage(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[S
             stop.set()
             for task in tasks:
                 await asyncio.wait_for(task, 10)
-
-
-@contextlib.asynccontextmanager
-async def _served(app: FastAPI, port: int) -> AsyncIterator[None]:
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="on"))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-    task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(10):
-        while not server.started:
-            assert not task.done()
-            await asyncio.sleep(0.02)
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await asyncio.wait_for(task, 10)
 
 
 async def test_first_prompts_of_the_job_are_compared_by_default(stage: Stage) -> None:

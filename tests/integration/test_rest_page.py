@@ -1,7 +1,6 @@
 """docs/rest.md against a trainer that runs: every command, in order, and the keys of its answer."""
 
 import asyncio
-import contextlib
 import json
 import re
 import shutil
@@ -9,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from redis.asyncio import Redis
 
 from services.trainer.app import create_app
 from services.trainer.config import TrainerConfig
-from shared.process import free_port
+from tests.served import served
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rest.md").read_text()
 CURL = shutil.which("curl")
@@ -38,27 +36,20 @@ def shape(value: Any) -> Any:
 @pytest.mark.skipif(CURL is None, reason="curl is not installed")
 async def test_every_example_works_as_shown(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     config = TrainerConfig(redis_url=redis_url, replica="trainer", runs_dir=tmp_path / "runs")
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(create_app(config), port=port, log_config=None))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(30):
-        while not server.started:
-            assert not task.done()
-            await asyncio.sleep(0.02)
-    told = examples()
-    assert len(told) == 12
-    script = f"TRAINER=http://127.0.0.1:{port}\n"
-    for command, answer in told[1:]:
-        script += command
-        found = await _run(script)
-        script = script[: -len(command)]
-        if "JOB=" in command:
-            script += command.splitlines()[0] + "\n"
-        if answer is not None:
-            assert _without_maps(shape(json.loads(found))) == _without_maps(shape(answer)), command
-    server.should_exit = True
-    await task
+    async with served(create_app(config)) as url:
+        told = examples()
+        assert len(told) == 12
+        script = f"TRAINER={url}\n"
+        for command, answer in told[1:]:
+            script += command
+            found = await _run(script)
+            script = script[: -len(command)]
+            if "JOB=" in command:
+                script += command.splitlines()[0] + "\n"
+            if answer is not None:
+                assert _without_maps(shape(json.loads(found))) == _without_maps(shape(answer)), (
+                    command
+                )
 
 
 def _without_maps(value: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse
 from redis.asyncio import Redis
@@ -24,10 +23,10 @@ from services.trainer.keeper import StartRanks
 from shared import topology
 from shared.messages import JobAnnounced
 from shared.parity.trace import Traced, TraceRequest
-from shared.process import free_port
 from shared.registry import Replica, live_replicas, register
 from shared.tasks import end
 from tests.integration.conductor_world import FakeRanks
+from tests.served import served
 
 
 @dataclass
@@ -459,24 +458,9 @@ async def test_evaluation_pages_are_passed_on(trainer: Trainer, redis: Redis) ->
         return HTMLResponse(f"{path}?{request.query_params}")
 
     assert (await trainer.http.get("/evals")).status_code == 503
-    async with _listening(app) as url:
+    async with served(app) as url:
         await register(redis, Replica(service="evaluator", name="evaluator", url=url, pid=1))
         found = await trainer.http.get("/evals/compare?before=a/v1&after=a/v2")
         assert found.headers["content-type"] == "text/html; charset=utf-8"
         assert found.text == "compare?before=a%2Fv1&after=a%2Fv2"
         assert (await trainer.http.get("/evals/gone")).status_code == 404
-
-
-@contextlib.asynccontextmanager
-async def _listening(app: FastAPI) -> AsyncIterator[str]:
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(10):
-        while not server.started:
-            assert not task.done()
-            await asyncio.sleep(0.02)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    await task

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-import uvicorn
 from redis.asyncio import Redis
 
 from tests.integration.test_trainer_api import Trainer, make_config, running
+from tests.served import served
 
 
 @dataclass
@@ -35,19 +35,14 @@ class Served:
 
 
 @pytest_asyncio.fixture
-async def served(
+async def server(
     tmp_path: Path, redis_url: str, redis: Redis, free_port: int
 ) -> AsyncIterator[Served]:
-    async with running(make_config(tmp_path, redis_url), tmp_path) as trainer:
-        config = uvicorn.Config(trainer.app, port=free_port, log_level="error", lifespan="off")
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve())
-        async with asyncio.timeout(10):
-            while not server.started:  # noqa: ASYNC110  a plain attribute
-                await asyncio.sleep(0.01)
+    async with (
+        running(make_config(tmp_path, redis_url), tmp_path) as trainer,
+        served(trainer.app, port=free_port, lifespan=False),
+    ):
         yield Served(trainer, free_port)
-        server.should_exit = True
-        await asyncio.wait_for(serving, 10)
 
 
 def posted(path: str, document: Any = None, *, key: str = "k") -> bytes:
@@ -66,42 +61,42 @@ def reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-async def test_a_post_that_breaks_off_queues_nothing(served: Served) -> None:
-    whole = posted("/v1/jobs", served.trainer.document())
+async def test_a_post_that_breaks_off_queues_nothing(server: Served) -> None:
+    whole = posted("/v1/jobs", server.trainer.document())
     for cut in (10, whole.index(b"\r\n\r\n") + 2, len(whole) - 1):
-        _, writer = await served.connect()
+        _, writer = await server.connect()
         writer.write(whole[:cut])
         await writer.drain()
         reset(writer)
-    assert (await served.trainer.http.get("/healthz")).status_code == 200
-    assert await served.jobs() == []
+    assert (await server.trainer.http.get("/healthz")).status_code == 200
+    assert await server.jobs() == []
 
 
-async def test_a_job_whose_client_never_heard_the_answer_is_there_once(served: Served) -> None:
+async def test_a_job_whose_client_never_heard_the_answer_is_there_once(server: Served) -> None:
     """It runs, and the same call again is told its id."""
-    document = served.trainer.document()
+    document = server.trainer.document()
     for _ in range(3):
-        _, writer = await served.connect()
+        _, writer = await server.connect()
         writer.write(posted("/v1/jobs", document))
         await writer.drain()
         reset(writer)
     async with asyncio.timeout(10):
-        while not (found := await served.jobs()):  # noqa: ASYNC110  another task's doing
+        while not (found := await server.jobs()):  # noqa: ASYNC110  another task's doing
             await asyncio.sleep(0.02)
-    await served.trainer.until_state(found[0]["job_id"], "running")
+    await server.trainer.until_state(found[0]["job_id"], "running")
     headers = {"Idempotency-Key": "k"}
-    base = f"http://127.0.0.1:{served.port}"
+    base = f"http://127.0.0.1:{server.port}"
     async with httpx.AsyncClient(base_url=base) as http:
         posts = [http.post("/v1/jobs", json=document, headers=headers) for _ in range(4)]
         answers = await asyncio.gather(*posts)
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.json()["job_id"] for answer in answers} == {found[0]["job_id"]}
-    assert len(await served.jobs()) == 1
+    assert len(await server.jobs()) == 1
 
 
-async def test_equal_posts_at_the_same_time_are_one_job(served: Served) -> None:
-    headers, document = {"Idempotency-Key": "k"}, served.trainer.document()
-    posts = [served.trainer.http.post("/v1/jobs", json=document, headers=headers) for _ in range(5)]
+async def test_equal_posts_at_the_same_time_are_one_job(server: Served) -> None:
+    headers, document = {"Idempotency-Key": "k"}, server.trainer.document()
+    posts = [server.trainer.http.post("/v1/jobs", json=document, headers=headers) for _ in range(5)]
     answers = await asyncio.gather(*posts)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 200, 201]
     assert len({answer.json()["job_id"] for answer in answers}) == 1
@@ -109,28 +104,28 @@ async def test_equal_posts_at_the_same_time_are_one_job(served: Served) -> None:
 
 @pytest.mark.parametrize(("action", "state"), [("pause", "paused"), ("cancel", "cancelled")])
 async def test_what_was_asked_happens_though_nobody_waits_for_it(
-    served: Served, action: str, state: str
+    server: Served, action: str, state: str
 ) -> None:
-    job_id = await served.trainer.submit()
-    await served.trainer.until_state(job_id, "running")
-    _, writer = await served.connect()
+    job_id = await server.trainer.submit()
+    await server.trainer.until_state(job_id, "running")
+    _, writer = await server.connect()
     writer.write(posted(f"/v1/jobs/{job_id}/{action}"))
     await writer.drain()
     reset(writer)
-    await served.trainer.until_state(job_id, state)
+    await server.trainer.until_state(job_id, state)
 
 
-async def test_event_streams_that_are_dropped_leave_nothing_behind(served: Served) -> None:
+async def test_event_streams_that_are_dropped_leave_nothing_behind(server: Served) -> None:
     """The job runs on; the streams' tasks and files end; who comes later misses no event."""
-    job_id = await served.trainer.submit()
-    await served.trainer.until_state(job_id, "running")
-    events = served.trainer.root / "runs" / job_id / "events.jsonl"
+    job_id = await server.trainer.submit()
+    await server.trainer.until_state(job_id, "running")
+    events = server.trainer.root / "runs" / job_id / "events.jsonl"
     async with asyncio.timeout(10):
         while open_descriptors(events) == 0:  # noqa: ASYNC110  opened shortly after "running"
             await asyncio.sleep(0.02)
     by_the_job = open_descriptors(events)
     for _ in range(5):
-        reader, writer = await served.connect()
+        reader, writer = await server.connect()
         writer.write(f"GET /v1/jobs/{job_id}/events HTTP/1.1\r\nHost: t\r\n\r\n".encode())
         async with asyncio.timeout(10):
             await reader.readuntil(b'"job_started"')
@@ -138,24 +133,24 @@ async def test_event_streams_that_are_dropped_leave_nothing_behind(served: Serve
     async with asyncio.timeout(10):
         while open_descriptors(events) > by_the_job or streams_running():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    status = (await served.trainer.http.get(f"/v1/jobs/{job_id}")).json()
+    status = (await server.trainer.http.get(f"/v1/jobs/{job_id}")).json()
     assert (status["state"], status["error"]) == ("running", None)
-    await served.trainer.http.post(f"/v1/jobs/{job_id}/cancel")
-    await served.trainer.until_state(job_id, "cancelled")
-    text = (await served.trainer.http.get(f"/v1/jobs/{job_id}/events")).text
+    await server.trainer.http.post(f"/v1/jobs/{job_id}/cancel")
+    await server.trainer.until_state(job_id, "cancelled")
+    text = (await server.trainer.http.get(f"/v1/jobs/{job_id}/events")).text
     assert text.count("data: ") == len(events.read_text().splitlines()) + 1
 
 
-async def test_scores_that_nobody_waits_for_cost_the_job_nothing(served: Served) -> None:
-    job_id = await served.trainer.submit()
+async def test_scores_that_nobody_waits_for_cost_the_job_nothing(server: Served) -> None:
+    job_id = await server.trainer.submit()
     asked = {"sequences": [[1, 2, 3]]}
-    await served.trainer.until_ok("POST", "/v1/score", json=asked)
-    _, writer = await served.connect()
+    await server.trainer.until_ok("POST", "/v1/score", json=asked)
+    _, writer = await server.connect()
     writer.write(posted("/v1/score", asked))
     await writer.drain()
     reset(writer)
-    await served.trainer.until_ok("POST", "/v1/score", json=asked)
-    assert (await served.trainer.http.get(f"/v1/jobs/{job_id}")).json()["state"] == "running"
+    await server.trainer.until_ok("POST", "/v1/score", json=asked)
+    assert (await server.trainer.http.get(f"/v1/jobs/{job_id}")).json()["state"] == "running"
 
 
 def open_descriptors(path: Path) -> int:
