@@ -25,7 +25,8 @@ _EXCERPT_CHARS = 500
 _MAX_ERROR_CHARS = 2**16  # a refused job lists each wrong key
 _CHUNK_BYTES = 2**20
 # A server closes a connection after 5 s without a request (uvicorn's default): never race with it.
-_LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
+_IDLE_S = 2.0
+MAX_CONNECTIONS = 100
 
 
 class HttpClient:
@@ -37,12 +38,17 @@ class HttpClient:
         timeout_s: float = 10.0,
         attempts: int = 4,
         token: str | None = None,
+        max_connections: int = MAX_CONNECTIONS,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._attempts = attempts
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s, connect=5.0),
-            limits=_LIMITS,
+            limits=httpx.Limits(
+                max_connections=max_connections,
+                max_keepalive_connections=20,
+                keepalive_expiry=_IDLE_S,
+            ),
             headers={"Authorization": f"Bearer {token}"} if token else {},
             transport=transport,
         )

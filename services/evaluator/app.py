@@ -31,7 +31,9 @@ def create_app(config: EvaluatorConfig) -> FastAPI:
         state.redis = create_redis(config.redis_url, process=f"evaluator-{config.name}")
         state.archive = Archive(config.runs_dir.resolve())
         state.current = CurrentJob(state.redis)
-        async with HttpClient(attempts=1) as http:  # whoever asks repeats, up to a deadline
+        # Whoever asks repeats, up to a deadline. Two evaluations at a time, room for grading each.
+        connections = 4 * config.runner.samples_in_flight
+        async with HttpClient(attempts=1, max_connections=connections) as http:
             runner = Runner(http, config.runner, runs_dir=config.runs_dir.resolve())
             state.worker = EvalWorker(
                 state.redis, runner, state.current, replica=config.name, drain_s=config.drain_s

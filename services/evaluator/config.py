@@ -13,7 +13,7 @@ class RunnerConfig(Part):
     samples_in_flight: int = Field(128, gt=0)
     """Completions asked for at the same time; a job's rollout.max_running_requests may lower it."""
     request_s: float = Field(600.0, gt=0)
-    """Longest wait for the completions of one problem, or for its grades."""
+    """Longest wait for one completion, or for its grades."""
     retry_s: float = Field(0.5, gt=0)
     """Pause before a server that could not answer is asked again."""
 

@@ -47,6 +47,8 @@ class Plan:
     step: int
     problems: list[Problem]
     num_skipped: int
+    max_prompt_tokens: int  # what the response leaves of the context
+    shortest_skipped: int  # tokens; 0 where none was skipped
     samples_per_problem: int
     sampling: SamplingParams
     grader: str
@@ -72,13 +74,23 @@ class Plan:
         longest = max((len(problem.token_ids) for problem in self.problems), default=1)
         return longest + self.sampling.max_response_tokens
 
+    @property
+    def emptiness(self) -> str:
+        """Why it has no problem left: which limit, and by how much."""
+        limit, response = self.max_prompt_tokens, self.sampling.max_response_tokens
+        return (
+            f"all {self.num_skipped} prompts of {self.suite} are too long: the shortest has "
+            f"{self.shortest_skipped} tokens, and context_length {limit + response} - "
+            f"max_response_tokens {response} leaves {limit} for a prompt"
+        )
+
     def file_stem(self, runs_dir: Path) -> Path:
         """Where the samples go, without suffix."""
         return runs_dir / self.job_id / "evals" / self.stem
 
-    def seed_of(self, problem: Problem) -> int:
-        """53 bits, so that it stays exact in JSON."""
-        text = f"{self.seed}/{self.policy_version}/{problem.row}"
+    def seed_of(self, problem: Problem, index: int) -> int:
+        """Of its sample `index`; 53 bits, so that it stays exact in JSON."""
+        text = f"{self.seed}/{self.policy_version}/{problem.row}/{index}"
         digest = blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 11
 
@@ -154,7 +166,9 @@ def make_plan(
     tokenizer = CheckpointTokenizer.load(policy.checkpoint)
     rows = load_rows(section.data)[: section.max_problems]
     limit = policy.context_length - section.max_response_tokens
-    problems = [one for one in _encoded(rows, section, tokenizer) if len(one.token_ids) <= limit]
+    encoded = list(_encoded(rows, section, tokenizer))
+    problems = [one for one in encoded if len(one.token_ids) <= limit]
+    skipped = [len(one.token_ids) for one in encoded if len(one.token_ids) > limit]
     return Plan(
         eval_id=eval_id,
         job_id=job_id,
@@ -163,7 +177,9 @@ def make_plan(
         policy_version=policy_version,
         step=step,
         problems=problems,
-        num_skipped=len(rows) - len(problems),
+        num_skipped=len(skipped),
+        max_prompt_tokens=limit,
+        shortest_skipped=min(skipped, default=0),
         samples_per_problem=section.samples_per_problem,
         sampling=SamplingParams(
             temperature=section.temperature,

@@ -98,6 +98,8 @@ class RequestedEvals:
             accepted = await self._of_checkpoint(request, request.checkpoint)
         else:
             accepted = await self._of_server(request)
+        if not accepted.plan.problems:
+            raise Refused("context_length", accepted.plan.emptiness)
         known = self.get(accepted.plan.eval_id)
         if known is not None and known.state in ("queued", "running"):
             return known

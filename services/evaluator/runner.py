@@ -1,15 +1,14 @@
-"""Carry out one plan: sample each problem, grade it, keep it, and sum up at the end.
+"""Carry out one plan: draw each sample, judge it, keep both, and sum up at the end.
 
-        plan ──> problems not kept yet ──> sample (pinned) ──> grade ──> keep ──┐
-                      several at a time ────────────────────────────────────────┴─> summary
+        plan ──> samples not kept yet ──> draw (pinned) ──> keep ──> grade ──> keep ──┐
+                      many at a time ─────────────────────────────────────────────────┴─> summary
 
-Finished problems are kept one by one, so whoever takes the evaluation up again asks for the rest.
+Each sample is a request of its own, so whoever takes the evaluation up again asks for what is
+missing: one that was drawn is never drawn again, one that was judged is not judged again.
 """
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ import structlog
 from services.evaluator.config import RunnerConfig
 from services.evaluator.plan import EvaluationFailed, Plan, Problem
 from services.evaluator.results import summarise
-from services.evaluator.samples import GradedSample, ProblemResult, SampleFile, write_summary
-from services.evaluator.servers import Address, Completion, Graders, PinnedSampler
+from services.evaluator.sample_file import Drawn, Judged, SampleFile
+from services.evaluator.samples import write_summary
+from services.evaluator.servers import Address, Graders, PinnedSampler
 from shared.errors import Retryable
 from shared.http import HttpClient
-from shared.messages import Outcome
 from shared.tasks import end
 from shared.telemetry import counter, histogram, now_s
 
@@ -60,37 +59,34 @@ class Runner:
         Raises `EvaluationFailed` or `DeadlineExceeded` for good, `Retryable` after a stop.
         """
         if not plan.problems:
-            raise EvaluationFailed(f"all {plan.num_skipped} prompts of {plan.suite} are too long")
+            raise EvaluationFailed(plan.emptiness)
         file = self._open(plan)
-        todo = [problem for problem in plan.problems if problem.row not in file.results]
         asking = {"request_s": self._config.request_s, "retry_s": self._config.retry_s}
         pinned = PinnedSampler(self._http, plan, sampler, **asking)
         grading = Graders(self._http, plan, graders, **asking)
 
-        async def evaluate(problem: Problem) -> None:
-            completions = await pinned.sample(problem)
-            cuts = _cuts(plan, completions)
-            texts = [one.text for one in completions] + [cut.text for cut in cuts]
-            outcomes = await grading.grade(problem, texts)
-            result = _result(plan, problem, completions, outcomes, cuts)
-            file.add(result)
-            for sample in result.samples:
-                self._samples.labels(sample.outcome.kind).inc()
-            progress(len(file.results), len(plan.problems))
+        async def evaluate(todo: tuple[Problem, int]) -> None:
+            problem, index = todo
+            if (drawn := file.drawn.get((problem.row, index))) is None:
+                drawn = await _draw(pinned, plan, problem, index)
+                file.add(drawn)
+            judged = await _judge(grading, plan, problem, drawn)
+            file.add(judged)
+            self._samples.labels(judged.outcome.kind).inc()
+            progress(file.num_finished, len(plan.problems))
 
-        progress(len(file.results), len(plan.problems))
-        await _each(todo, evaluate, at_a_time=self._at_a_time(plan), stop=stop)
-        if len(file.results) < len(plan.problems):
-            raise Retryable(f"stopped after {len(file.results)} of {len(plan.problems)} problems")
+        progress(file.num_finished, len(plan.problems))
+        await _each(_todo(plan, file), evaluate, at_a_time=self._at_a_time(plan), stop=stop)
+        if file.num_finished < len(plan.problems):
+            raise Retryable(f"stopped after {file.num_finished} of {len(plan.problems)} problems")
         return self._finish(plan, file)
 
     def _open(self, plan: Plan) -> SampleFile:
         return SampleFile(plan.file_stem(self._runs_dir), plan, now_s=now_s())
 
     def _at_a_time(self, plan: Plan) -> int:
-        """Problems whose samples keep the server full."""
-        in_flight = min(self._config.samples_in_flight, plan.max_running_requests)
-        return math.ceil(in_flight / plan.samples_per_problem)
+        """Samples that keep the server full."""
+        return min(self._config.samples_in_flight, plan.max_running_requests)
 
     def _finish(self, plan: Plan, file: SampleFile) -> dict[str, Any]:
         seconds = now_s() - file.began_at_s
@@ -107,69 +103,52 @@ class Runner:
         return summary
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """What of sample `index` a smaller budget would have left."""
-
-    index: int
-    budget: int
-    text: str
-
-
-def _cuts(plan: Plan, completions: Sequence[Completion]) -> list[_Cut]:
+def _todo(plan: Plan, file: SampleFile) -> list[tuple[Problem, int]]:
+    """What is not judged yet; the samples of a problem follow each other."""
     return [
-        _Cut(index, budget, plan.tokenizer.decode(one.token_ids[:budget]))
-        for index, one in enumerate(completions)
-        for budget in plan.budgets
-        if len(one.token_ids) > budget
+        (problem, index)
+        for problem in plan.problems
+        for index in range(plan.samples_per_problem)
+        if (problem.row, index) not in file.judged
     ]
 
 
-def _result(
-    plan: Plan,
-    problem: Problem,
-    completions: Sequence[Completion],
-    outcomes: Sequence[Outcome],
-    cuts: Sequence[_Cut],
-) -> ProblemResult:
-    """`outcomes` are of the completions, then of the cuts."""
-    cut_outcomes: list[dict[int, Outcome]] = [{} for _ in completions]
-    for cut, outcome in zip(cuts, outcomes[len(completions) :], strict=True):
-        cut_outcomes[cut.index][cut.budget] = outcome
-    return ProblemResult(
+async def _draw(pinned: PinnedSampler, plan: Plan, problem: Problem, index: int) -> Drawn:
+    completion = await pinned.sample(problem, index)
+    return Drawn(
         row=problem.row,
-        source=problem.source,
-        prompt=problem.prompt,
-        gold=problem.gold,
+        index=index,
         policy_version=plan.policy_version,
-        samples=[
-            GradedSample(
-                text=one.text,
-                token_ids=one.token_ids,
-                finish_reason=one.finish_reason,
-                outcome=outcomes[index],
-                cut=cut_outcomes[index],
-            )
-            for index, one in enumerate(completions)
-        ],
+        text=completion.text,
+        token_ids=completion.token_ids,
+        finish_reason=completion.finish_reason,
     )
 
 
+async def _judge(grading: Graders, plan: Plan, problem: Problem, drawn: Drawn) -> Judged:
+    """The whole sample, and what each smaller budget would have left of it."""
+    budgets = [budget for budget in plan.budgets if budget < len(drawn.token_ids)]
+    cuts = [plan.tokenizer.decode(drawn.token_ids[:budget]) for budget in budgets]
+    outcome, *of_cuts = await grading.grade(problem, [drawn.text, *cuts])
+    cut = dict(zip(budgets, of_cuts, strict=True))
+    return Judged(row=drawn.row, index=drawn.index, outcome=outcome, cut=cut)
+
+
 async def _each(
-    problems: Sequence[Problem],
-    handle: Callable[[Problem], Awaitable[None]],
+    todo: Sequence[tuple[Problem, int]],
+    handle: Callable[[tuple[Problem, int]], Awaitable[None]],
     *,
     at_a_time: int,
     stop: asyncio.Event,
 ) -> None:
-    """Handle problems, several at a time; after a stop none is begun. The first error ends all."""
-    waiting = iter(problems)
+    """Handle samples, many at a time; after a stop none is begun. The first error ends all."""
+    waiting = iter(todo)
 
     async def work() -> None:
-        for problem in waiting:
+        for one in waiting:
             if stop.is_set():
                 return
-            await handle(problem)
+            await handle(one)
 
     workers = {asyncio.create_task(work()) for _ in range(at_a_time)}
     try:

@@ -1,23 +1,16 @@
-"""The samples of one evaluation, and the file that keeps them while they come in.
+"""The samples of one finished evaluation: `<stem>.jsonl`, a header, then one line a problem.
 
-`<stem>.partial.jsonl` gets one line per finished problem under a header that says which evaluation
-it is; a restart goes on after its last whole line. The finished file `<stem>.jsonl` has the same
-lines in the suite's order and appears whole.
+How they come together, and what a restart goes on from: `sample_file.py`.
 """
 
 import json
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.evaluator.plan import Plan
 from shared.messages import FinishReason, Outcome
-
-log = structlog.get_logger()
 
 CORRECT_SCORE = 1.0  # less than the full score is not a right answer
 
@@ -26,11 +19,13 @@ def is_correct(outcome: Outcome) -> bool:
     return outcome.kind == "score" and outcome.value >= CORRECT_SCORE
 
 
-class _Line(BaseModel):
+class Line(BaseModel):
+    """One line of a file of samples."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class GradedSample(_Line):
+class GradedSample(Line):
     """One completion and what the grader said."""
 
     text: str
@@ -54,7 +49,7 @@ class GradedSample(_Line):
         return self.outcome, self.finish_reason == "length"
 
 
-class ProblemResult(_Line):
+class ProblemResult(Line):
     """All samples of one problem."""
 
     row: int
@@ -69,7 +64,7 @@ class ProblemResult(_Line):
         return sum(sample.is_correct for sample in self.samples)
 
 
-class Header(_Line):
+class Header(Line):
     """Which evaluation a file belongs to; lines under another header are never used."""
 
     format: Literal[1] = 1
@@ -106,65 +101,16 @@ class Header(_Line):
         return self == other.model_copy(update={"began_at_s": self.began_at_s} | unknown)
 
 
-class SampleFile:
-    """Finished problems of one evaluation, durable one by one; `began_at_s` outlives restarts."""
-
-    def __init__(self, stem: Path, plan: Plan, *, now_s: float) -> None:
-        self.path = stem.with_name(stem.name + ".jsonl")
-        self._partial = stem.with_name(stem.name + ".partial.jsonl")
-        self._header = Header.of(plan, began_at_s=now_s)
-        self.results: dict[int, ProblemResult] = {}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._take_up(self.path if self.path.exists() else self._partial)
-
-    @property
-    def began_at_s(self) -> float:
-        return self._header.began_at_s
-
-    def add(self, result: ProblemResult) -> None:
-        """Keep one finished problem."""
-        self.results[result.row] = result
-        with self._partial.open("a") as file:
-            file.write(result.model_dump_json() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def finish(self) -> list[ProblemResult]:
-        """Write the finished file, and give the results in the suite's order."""
-        ordered = [self.results[row] for row in self._header.rows]
-        self._write(self.path, ordered)
-        self._partial.unlink(missing_ok=True)
-        return ordered
-
-    def _take_up(self, source: Path) -> None:
-        header, lines = _read(source)
-        if header is not None and header.is_of_same_evaluation(self._header):
-            self._header = header
-            self.results = _results(lines)
-            log.info("evaluation_taken_up", path=str(source), problems=len(self.results))
-        elif header is not None:
-            log.warning("other_evaluation_replaced", path=str(source), eval_id=header.eval_id)
-        self._write(self._partial, self.results.values())
-
-    def _write(self, path: Path, results: Iterable[ProblemResult]) -> None:
-        building = path.with_name(f".{path.name}.building")
-        with building.open("w") as file:
-            file.write(self._header.model_dump_json() + "\n")
-            file.writelines(result.model_dump_json() + "\n" for result in results)
-            file.flush()
-            os.fsync(file.fileno())
-        building.rename(path)
-
-
 def read_samples(path: Path) -> tuple[Header, list[ProblemResult]]:
     """A finished file; ValueError if it is none."""
-    header, lines = _read(path)
+    header, lines = read_lines(path)
     if header is None:
         raise ValueError(f"{path}: no file of evaluation samples")
-    return header, list(_results(lines).values())
+    return header, problems_of(lines)
 
 
-def _read(path: Path) -> tuple[Header | None, list[str]]:
+def read_lines(path: Path) -> tuple[Header | None, list[str]]:
+    """A file's header, if it has one, and what follows it."""
     if not path.exists():
         return None, []
     first, *rest = path.read_text().split("\n")
@@ -174,8 +120,8 @@ def _read(path: Path) -> tuple[Header | None, list[str]]:
         return None, []
 
 
-def _results(lines: list[str]) -> dict[int, ProblemResult]:
-    """Whole lines by row; the last one may have been cut off by a crash."""
+def problems_of(lines: list[str]) -> list[ProblemResult]:
+    """The last line of each row, up to the first line that is no problem."""
     found: dict[int, ProblemResult] = {}
     for line in lines:
         try:
@@ -183,7 +129,7 @@ def _results(lines: list[str]) -> dict[int, ProblemResult]:
         except ValidationError:
             break
         found[result.row] = result
-    return found
+    return list(found.values())
 
 
 def write_summary(path: Path, summary: dict[str, object]) -> None:

@@ -52,43 +52,39 @@ class PinnedSampler:
         self._plan = plan
         self._asking = _Asking(http, address, plan.deadline_s, request_s, retry_s)
 
-    async def sample(self, problem: Problem) -> list[Completion]:
-        """All completions of one problem, sampled by the plan's version alone."""
+    async def sample(self, problem: Problem, index: int) -> Completion:
+        """One completion of a problem, sampled by the plan's version alone."""
         plan = self._plan
-        what = f"version {plan.policy_version} to sample row {problem.row}"
+        what = f"version {plan.policy_version} to sample row {problem.row}.{index}"
         while True:
             answer = await self._asking.post(
                 "/v1/generate",
                 {
                     "prompts": [{"token_ids": problem.token_ids}],
-                    "num_samples": plan.samples_per_problem,
+                    "num_samples": 1,
                     "sampling": plan.sampling.model_dump(),
-                    "seed": plan.seed_of(problem),
+                    "seed": plan.seed_of(problem, index),
                     "policy_version": plan.policy_version,
                     "timeout_s": self._asking.timeout_s,
                 },
                 what=what,
             )
-            if (completions := self._usable(answer, problem)) is not None:
-                return completions
+            if (completion := self._usable(answer, problem)) is not None:
+                return completion
             await self._asking.pause(what, "samples of another version, or cut off")
 
-    def _usable(self, answer: Any, problem: Problem) -> list[Completion] | None:
-        """The completions, or None if other weights had a part in them."""
-        plan = self._plan
+    def _usable(self, answer: Any, problem: Problem) -> Completion | None:
+        """The completion, or None if other weights had a part in it."""
+        version = self._plan.policy_version
         try:
-            (completions,) = _COMPLETIONS.validate_python(answer["results"])
+            ((completion,),) = _COMPLETIONS.validate_python(answer["results"])
         except (ValidationError, ValueError, KeyError, TypeError) as err:
             text = f"row {problem.row}: an answer of /v1/generate cannot be read: {err}"
             raise EvaluationFailed(text) from err
-        if len(completions) != plan.samples_per_problem:
-            asked, found = plan.samples_per_problem, len(completions)
-            raise EvaluationFailed(f"row {problem.row}: {found} completions for {asked} asked")
-        spans = {span.policy_version for one in completions for span in one.version_spans}
-        cut_off = any(one.finish_reason == "abort" for one in completions)
-        if answer.get("policy_version") != plan.policy_version or cut_off:
+        if answer.get("policy_version") != version or completion.finish_reason == "abort":
             return None
-        return completions if spans <= {plan.policy_version} else None
+        spans = {span.policy_version for span in completion.version_spans}
+        return completion if spans <= {version} else None
 
 
 class Graders:

@@ -38,6 +38,8 @@ from tests.served import served
 
 JOB_ID = "demo-1f3a"
 NUM_PROBLEMS = 12
+NUM_SAMPLES = 4 * NUM_PROBLEMS
+MIDWAY = 18  # samples: the fifth problem has two of its four
 
 
 @dataclass
@@ -76,21 +78,17 @@ class FakeRollout:
         return app
 
     def _completions(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        (prompt,) = body["prompts"]
+        (prompt,), seed = body["prompts"], body["seed"]
+        num_tokens = 1 + seed % 5
+        version = self.spans_of or self.policy_version
         return [
             {
-                "token_ids": [5] * (1 + index),
-                "logprobs": [0.0] * (1 + index),
-                "text": f"{len(prompt['token_ids'])}" if (body["seed"] + index) % 3 else "0",
-                "finish_reason": "stop" if index else "length",
-                "version_spans": [
-                    {
-                        "policy_version": self.spans_of or self.policy_version,
-                        "num_tokens": 1 + index,
-                    }
-                ],
+                "token_ids": [5] * num_tokens,
+                "logprobs": [0.0] * num_tokens,
+                "text": f"{len(prompt['token_ids'])}" if seed % 3 else "0",
+                "finish_reason": "stop" if seed % 4 else "length",
+                "version_spans": [{"policy_version": version, "num_tokens": num_tokens}],
             }
-            for index in range(body["num_samples"])
         ]
 
 
@@ -241,11 +239,11 @@ class Stage:
                 process.kill()
             await process.wait()
 
-    @property
-    def num_kept(self) -> int:
-        """Problems in the file that a restart goes on from; the first line is its header."""
+    def num_kept(self, kind: str) -> int:
+        """Samples drawn or judged in the file that a restart goes on from."""
         partial = self.samples_file.with_suffix(".partial.jsonl")
-        return max(partial.read_text().count("\n") - 1, 0) if partial.exists() else 0
+        text = partial.read_text() if partial.exists() else ""
+        return sum(f'"kind":"{kind}"' in line for line in text.split("\n")[:-1])
 
     @property
     def samples_file(self) -> Path:
@@ -289,7 +287,7 @@ async def test_evaluation_is_published_acked_and_kept(stage: Stage) -> None:
     fields = event.fields
     assert fields["eval_id"] == f"{JOB_ID}.e00000003"
     assert (fields["num_problems"], fields["skipped_problems"]) == (NUM_PROBLEMS, 1)
-    assert fields["num_samples"] == 4 * NUM_PROBLEMS
+    assert fields["num_samples"] == NUM_SAMPLES
     assert set(fields["pass_at_k"]) == {"1", "2", "3", "4"}
     header, results = read_samples(stage.samples_file)
     assert header.policy_version == 3
@@ -297,23 +295,25 @@ async def test_evaluation_is_published_acked_and_kept(stage: Stage) -> None:
     assert sum(fields["per_problem_correct"]) / fields["num_samples"] == pytest.approx(
         fields["pass_at_k"]["1"]
     )
-    assert fields["outcomes"]["score"] + fields["outcomes"]["unparseable"] == 4 * NUM_PROBLEMS
-    assert fields["truncated_share"] == 0.25
+    assert fields["outcomes"]["score"] + fields["outcomes"]["unparseable"] == NUM_SAMPLES
+    cut = sum(s.finish_reason == "length" for one in results for s in one.samples)
+    assert fields["truncated_share"] == pytest.approx(cut / NUM_SAMPLES)
+    assert 0 < cut < NUM_SAMPLES
     assert json.loads(stage.samples_file.with_suffix(".json").read_text()) == fields
     assert await backlog(stage.redis, topology.evals(JOB_ID), topology.EVALUATORS) == 0
 
 
-async def test_every_problem_is_asked_once_at_the_pinned_version(stage: Stage) -> None:
+async def test_every_sample_is_asked_for_once_at_the_pinned_version(stage: Stage) -> None:
     await stage.announce_job()
     await stage.register()
     async with stage.evaluator():
         await stage.ask()
         await stage.next_event()
     asked = stage.rollout.requests
-    assert len(asked) == NUM_PROBLEMS
+    assert len(asked) == NUM_SAMPLES
     assert {body["policy_version"] for body in asked} == {3}
-    assert len({body["seed"] for body in asked}) == NUM_PROBLEMS
-    assert {body["num_samples"] for body in asked} == {4}
+    assert len({body["seed"] for body in asked}) == NUM_SAMPLES
+    assert {body["num_samples"] for body in asked} == {1}
 
 
 async def test_restarting_server_is_waited_for(stage: Stage) -> None:
@@ -324,7 +324,7 @@ async def test_restarting_server_is_waited_for(stage: Stage) -> None:
         await stage.ask()
         event = await stage.next_event()
     assert event.name == "eval_finished"
-    assert len(stage.rollout.requests) == NUM_PROBLEMS
+    assert len(stage.rollout.requests) == NUM_SAMPLES
 
 
 async def test_server_at_another_version_is_not_used_until_it_has_the_right_one(
@@ -371,24 +371,76 @@ async def test_missing_reward_server_is_named_at_the_deadline(stage: Stage) -> N
     assert await backlog(stage.redis, topology.evals(JOB_ID), topology.EVALUATORS) == 0
 
 
-async def test_killed_evaluators_work_is_taken_up_without_repeating_problems(
+async def test_killed_evaluators_work_is_taken_up_without_repeating_a_sample(
     stage: Stage,
 ) -> None:
+    """Killed with a problem half done: the rest of it is drawn, at the same version."""
     await stage.announce_job()
     await stage.register()
-    stage.rollout.num_allowed = 5
+    stage.rollout.num_allowed = MIDWAY
     await stage.ask()
     async with stage.evaluator_process() as process:
-        await until(lambda: stage.num_kept == 5, "five problems", within_s=30)
+        await until(lambda: stage.num_kept("judged") == MIDWAY, "half of it", within_s=30)
         process.kill()
-    stage.rollout.num_allowed = NUM_PROBLEMS
+    stage.rollout.num_allowed = 1000
     async with stage.evaluator_process() as process:
         event = await stage.next_event(within_s=30)
         process.terminate()
         assert await asyncio.wait_for(process.wait(), 10) == 0
     assert event.name == "eval_finished"
-    assert len(stage.rollout.requests) == NUM_PROBLEMS  # each problem once
-    assert [one.row for one in read_samples(stage.samples_file)[1]] == list(range(NUM_PROBLEMS))
+    asked = stage.rollout.requests
+    assert len(asked) == len({body["seed"] for body in asked}) == NUM_SAMPLES
+    assert {body["policy_version"] for body in asked} == {3}
+    assert stage.reward.num_graded == NUM_SAMPLES
+    _, results = read_samples(stage.samples_file)
+    assert [(one.row, len(one.samples)) for one in results] == [
+        (row, 4) for row in range(NUM_PROBLEMS)
+    ]
+    drawn = sorted(len(sample.token_ids) for one in results for sample in one.samples)
+    assert drawn == sorted(1 + body["seed"] % 5 for body in asked)  # those that were asked for
+
+
+async def test_samples_that_wait_for_a_grader_outlive_the_evaluator(stage: Stage) -> None:
+    await stage.announce_job()
+    await stage.register()
+    reward = stage.records.pop("reward")
+    await unregister(stage.redis, "reward", "reward-0")
+    await stage.ask()
+    async with stage.evaluator_process() as process:
+        at_a_time = 8  # the job's max_running_requests
+        await until(lambda: stage.num_kept("drawn") == at_a_time, "drawn samples", within_s=30)
+        process.kill()
+    assert stage.num_kept("judged") == 0
+    stage.records["reward"] = reward
+    await register(stage.redis, reward)
+    async with stage.evaluator_process():
+        event = await stage.next_event(within_s=30)
+    assert event.name == "eval_finished"
+    seeds = [body["seed"] for body in stage.rollout.requests]
+    assert len(seeds) == len(set(seeds)) == NUM_SAMPLES
+
+
+async def test_a_restart_at_another_version_draws_every_sample_anew(stage: Stage) -> None:
+    """The server moved on meanwhile: what version 3 has left has no part in version 4."""
+    await stage.announce_job()
+    await stage.register()
+    stage.rollout.num_allowed = MIDWAY
+    await stage.ask()
+    async with stage.evaluator_process() as process:
+        await until(lambda: stage.num_kept("judged") == MIDWAY, "half of it", within_s=30)
+        process.kill()
+    stage.rollout.num_allowed, stage.rollout.policy_version = 1000, 4
+    await stage.register()
+    # The file of version 3 lies where version 4 would have its own.
+    partial = stage.samples_file.with_suffix(".partial.jsonl")
+    partial.rename(partial.with_name("v00000004.partial.jsonl"))
+    await stage.redis.delete(topology.evals(JOB_ID))
+    await stage.ask(policy_version=4)
+    async with stage.evaluator_process():
+        event = await stage.next_event(within_s=30)
+    assert (event.name, event.fields["policy_version"]) == ("eval_finished", 4)
+    asked = [body["policy_version"] for body in stage.rollout.requests]
+    assert asked == [3] * MIDWAY + [4] * NUM_SAMPLES
 
 
 async def test_stopped_evaluator_hands_its_work_back(stage: Stage) -> None:
@@ -450,11 +502,11 @@ async def test_requested_evaluation_runs_and_is_remembered(stage: Stage) -> None
 
 
 async def test_requested_evaluations_survive_a_killed_evaluator(stage: Stage) -> None:
-    """One in progress, one behind it; after kill -9 both end, and no problem is sampled twice."""
+    """One in progress, one behind it; after kill -9 both end, and no sample is drawn twice."""
     job = await stage.announce_job()
     await stage.register()
     assert job.eval is not None
-    stage.rollout.num_allowed = 5
+    stage.rollout.num_allowed = 11  # five problems and a half
     data, port = {"path": job.eval.data.path}, free_port()
     bodies = [
         {"suite": name, "data": data, "samples_per_problem": 2, "max_response_tokens": 8}
@@ -480,7 +532,7 @@ async def test_requested_evaluations_survive_a_killed_evaluator(stage: Stage) ->
         async with stage.evaluator_process(port) as process:
             again = (await http.get(url))["evals"]
     assert [(one["state"], one["error"]) for one in ends] == [("finished", "")] * 2
-    assert len(stage.rollout.requests) == 2 * NUM_PROBLEMS
+    assert len(stage.rollout.requests) == 2 * 2 * NUM_PROBLEMS
     assert again == ends
 
 
@@ -599,6 +651,12 @@ async def test_torch_dist_checkpoint_is_refused_with_the_command_that_converts_i
         ({"data": {"path": "/etc/passwd"}}, 422, "outside the data roots"),
         ({"data": {"path": "missing.jsonl"}}, 422, "no such file"),
         ({"replica": "rollout-9"}, 422, "rollout-9 serves no version; serving: rollout-1"),
+        (
+            {"max_response_tokens": 40},
+            422,
+            "all 13 prompts of x are too long: the shortest has 1 tokens, and context_length 40 - "
+            "max_response_tokens 40 leaves 0 for a prompt",
+        ),
         ({"samples": 3}, 422, "samples"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.cli.regrade import differences, read_run
-from services.evaluator.samples import SampleFile
+from services.evaluator.sample_file import SampleFile
 from services.trainer.recording import RECORDING_FILE, Recording
 from shared.errors import ConfigInvalid
 from shared.messages import (
@@ -21,7 +21,7 @@ from shared.messages import (
     Unparseable,
     VersionSpan,
 )
-from tests.unit.services.evaluator.test_samples import make_plan, make_result
+from tests.unit.services.evaluator.test_samples import keep, make_plan, make_result
 
 RIGHT, WRONG = Score(value=1.0), Score(value=0.0)
 
@@ -61,7 +61,7 @@ def keep_run(tmp_path: Path) -> Path:
     plan = make_plan(2, 2)
     file = SampleFile(plan.file_stem(tmp_path), plan, now_s=0.0)
     for row in range(2):
-        file.add(make_result(row, [RIGHT, WRONG]))
+        keep(file, make_result(row, [RIGHT, WRONG]))
     file.finish()
     run_dir = tmp_path / plan.job_id
     recording = Recording(run_dir / RECORDING_FILE)

@@ -12,8 +12,10 @@ from fastapi.testclient import TestClient
 from services.evaluator.archive import Archive
 from services.evaluator.browsing import router
 from services.evaluator.results import summarise
-from services.evaluator.samples import GradedSample, ProblemResult, SampleFile, write_summary
+from services.evaluator.sample_file import SampleFile
+from services.evaluator.samples import GradedSample, ProblemResult, write_summary
 from shared.messages import Outcome, SamplingParams, Score, Unparseable
+from tests.unit.services.evaluator.test_samples import keep as keep_problem
 from tests.unit.services.evaluator.test_samples import make_plan
 
 HOSTILE = "<script>alert(1)</script>"
@@ -30,8 +32,14 @@ def keep(
 ) -> str:
     """One evaluation of twelve problems, eight samples each, as an evaluator leaves it."""
     stem = f"v{version:08d}"
+    like = make_plan(12, 8)
+    prompts = [f"{prompt} {problem.row} {HOSTILE}" for problem in like.problems]
     plan = replace(
-        make_plan(12, 8),
+        like,
+        problems=[
+            replace(problem, prompt=text)
+            for problem, text in zip(like.problems, prompts, strict=True)
+        ],
         stem=stem,
         eval_id=f"demo-1f3a.e{version:08d}",
         suite=suite,
@@ -56,15 +64,16 @@ def keep(
             )
             for i, outcome in enumerate([*outcomes, Unparseable(reason=HOSTILE)])
         ]
-        file.add(
+        keep_problem(
+            file,
             ProblemResult(
                 row=problem.row,
                 source="s",
-                prompt=f"{prompt} {problem.row} {HOSTILE}",
+                prompt=problem.prompt,
                 gold="4",
                 policy_version=version,
                 samples=samples,
-            )
+            ),
         )
     summary = summarise(plan, file.finish(), seconds=2.0)
     write_summary(file.path.with_suffix(".json"), summary)

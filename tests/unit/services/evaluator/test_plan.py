@@ -69,11 +69,11 @@ def test_sampling_is_the_suites_and_stops_at_the_end_token(tmp_path: Path) -> No
     assert sampling.stop_token_ids == [1]
 
 
-def test_seeds_differ_by_problem_and_version_and_stay_the_same(tmp_path: Path) -> None:
+def test_seeds_differ_by_sample_and_version_and_stay_the_same(tmp_path: Path) -> None:
     plans = [make_plan(tmp_path, ["1+1=", "2+2="], version) for version in (3, 4, 3)]
-    seeds = [[plan.seed_of(problem) for problem in plan.problems] for plan in plans]
+    seeds = [[plan.seed_of(one, i) for one in plan.problems for i in range(3)] for plan in plans]
     assert seeds[0] == seeds[2]
-    assert len({*seeds[0], *seeds[1]}) == 4
+    assert len({*seeds[0], *seeds[1]}) == 12
     assert max(seeds[0]) < 2**53
 
 

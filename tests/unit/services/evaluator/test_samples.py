@@ -7,7 +7,8 @@ import pytest
 
 from services.evaluator.plan import Plan, Problem
 from services.evaluator.results import summarise
-from services.evaluator.samples import GradedSample, ProblemResult, SampleFile, read_samples
+from services.evaluator.sample_file import SampleFile, samples_of
+from services.evaluator.samples import GradedSample, ProblemResult, read_samples
 from shared.messages import GraderError, Outcome, SamplingParams, Score, Timeout, Unparseable
 from shared.tokenizer import CheckpointTokenizer
 
@@ -25,6 +26,8 @@ def make_plan(num_problems: int = 3, samples: int = 2) -> Plan:
         step=3,
         problems=[Problem(row, f"line {row}", "p", [1], "4") for row in range(num_problems)],
         num_skipped=1,
+        max_prompt_tokens=32,
+        shortest_skipped=61,
         samples_per_problem=samples,
         sampling=SamplingParams(max_response_tokens=8),
         grader="arithmetic",
@@ -56,24 +59,45 @@ def open_file(tmp_path: Path, plan: Plan, now_s: float = 1.0) -> SampleFile:
     return SampleFile(plan.file_stem(tmp_path), plan, now_s=now_s)
 
 
-def test_finished_problems_survive_a_restart(tmp_path: Path) -> None:
+def keep(file: SampleFile, result: ProblemResult) -> None:
+    for line in samples_of(result):
+        file.add(line)
+
+
+def test_samples_survive_a_restart_one_by_one(tmp_path: Path) -> None:
     first = open_file(tmp_path, make_plan(), now_s=1.0)
-    first.add(make_result(1, [RIGHT, Unparseable(reason="no answer")]))
+    drawn, judged, next_drawn, _ = samples_of(make_result(1, [RIGHT, Unparseable(reason="none")]))
+    for line in (drawn, judged, next_drawn):
+        first.add(line)
     again = open_file(tmp_path, make_plan(), now_s=9.0)
-    assert again.results == {1: first.results[1]}
-    assert again.began_at_s == 1.0
+    assert again.drawn == first.drawn == {(1, 0): drawn, (1, 1): next_drawn}
+    assert again.judged == first.judged == {(1, 0): judged}
+    assert (again.began_at_s, again.num_finished) == (1.0, 0)
 
 
 def test_line_cut_off_by_a_crash_is_done_again(tmp_path: Path) -> None:
     first = open_file(tmp_path, make_plan())
-    first.add(make_result(0, [RIGHT, WRONG]))
-    first.add(make_result(1, [RIGHT, WRONG]))
+    keep(first, make_result(0, [RIGHT, WRONG]))
+    keep(first, make_result(1, [RIGHT, WRONG]))
     partial = tmp_path / "demo-1f3a/evals/v00000003.partial.jsonl"
     partial.write_bytes(partial.read_bytes()[:-20])
     again = open_file(tmp_path, make_plan())
-    assert list(again.results) == [0]
-    again.add(make_result(1, [WRONG, WRONG]))
-    assert list(open_file(tmp_path, make_plan()).results) == [0, 1]
+    assert list(again.judged) == [(0, 0), (0, 1), (1, 0)]
+    assert list(again.drawn) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    keep(again, make_result(1, [WRONG, WRONG]))
+    assert open_file(tmp_path, make_plan()).num_finished == 2
+
+
+def test_a_sample_of_another_version_is_neither_kept_nor_taken_up(tmp_path: Path) -> None:
+    file = open_file(tmp_path, make_plan())
+    keep(file, make_result(0, [RIGHT, WRONG]))
+    other = make_result(1, [RIGHT, WRONG]).model_copy(update={"policy_version": 4})
+    with pytest.raises(ValueError, match="version 4 among those of 3"):
+        keep(file, other)
+    partial = tmp_path / "demo-1f3a/evals/v00000003.partial.jsonl"
+    with partial.open("a") as lines:
+        lines.writelines(one.model_dump_json() + "\n" for one in samples_of(other))
+    assert list(open_file(tmp_path, make_plan()).drawn) == [(0, 0), (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -83,21 +107,21 @@ def test_line_cut_off_by_a_crash_is_done_again(tmp_path: Path) -> None:
 def test_samples_of_another_evaluation_are_never_used(
     tmp_path: Path, change: dict[str, object]
 ) -> None:
-    open_file(tmp_path, make_plan()).add(make_result(0, [RIGHT, WRONG]))
+    keep(open_file(tmp_path, make_plan()), make_result(0, [RIGHT, WRONG]))
     other = replace(make_plan(), **change)  # type: ignore[arg-type]
-    assert open_file(tmp_path, other).results == {}
+    assert open_file(tmp_path, other).drawn == {}
 
 
 def test_finished_file_has_every_problem_in_order(tmp_path: Path) -> None:
     plan = make_plan()
     file = open_file(tmp_path, plan)
     for row in (2, 0, 1):
-        file.add(make_result(row, [RIGHT, WRONG]))
+        keep(file, make_result(row, [RIGHT, WRONG]))
     file.finish()
     header, results = read_samples(tmp_path / "demo-1f3a/evals/v00000003.jsonl")
     assert [result.row for result in results] == [0, 1, 2] == header.rows
     assert not list(tmp_path.rglob("*.partial.jsonl"))
-    assert len(open_file(tmp_path, plan).results) == 3  # asked again: nothing is repeated
+    assert open_file(tmp_path, plan).num_finished == 3  # asked again: nothing is repeated
 
 
 def test_summary_counts_what_the_samples_say() -> None:
