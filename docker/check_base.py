@@ -7,7 +7,10 @@ import importlib.util
 import sys
 
 MIN_PYTHON = (3, 11)
-ADVICE = "Name another one as SGLANG_IMAGE."
+ADVICE = (
+    "Name another one as SGLANG_IMAGE: SGLang's images for CUDA and for ROCm 7.2.4 have Python "
+    "3.12, those for ROCm 7.0 and 7.2.0 have 3.10."
+)
 
 
 def main():

@@ -5,10 +5,9 @@ streams taken up where they broke off, until `patience_s` have passed without an
 """
 
 import asyncio
-import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from shared.errors import DeadlineExceeded, HttpFailed, TandemError
 from shared.http import HttpClient
 from shared.messages import Event
+from shared.refusals import sentences
 from shared.registry import Replica
 
 ENDED = ("finished", "failed", "cancelled")
@@ -48,6 +48,8 @@ class JobStatus(_Answer):
     policy_version: int | None = None
     created_at_s: float | None = None
     error: str | None = None
+    wish: str | None = None
+    """What was asked for and has not happened yet: 'pause' or 'cancel'."""
     warnings: list[str] = []
     counts: dict[str, Any] = {}
     last: dict[str, Any] = {}
@@ -108,6 +110,14 @@ class TandemClient:
             timeout=httpx.Timeout(_SILENCE_S, connect=5.0), transport=transport
         )
 
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def patience_s(self) -> float:
+        return self._patience_s
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -127,7 +137,7 @@ class TandemClient:
             )
         except HttpFailed as err:
             if err.status == 422:
-                raise JobRefused(_problems(err.body)) from err
+                raise JobRefused(sentences(err.body)) from err
             raise
         return Submitted.model_validate(answer)
 
@@ -157,7 +167,7 @@ class TandemClient:
             )
         except HttpFailed as err:
             if err.status == 404:
-                raise NoSuchJob(json.loads(err.body)["detail"]) from err
+                raise NoSuchJob("; ".join(sentences(err.body))) from err
             raise
         return KeptVersions.model_validate(answer)
 
@@ -170,24 +180,29 @@ class TandemClient:
         answer = await self._http.get(f"{self._url}/v1/servers")
         return [Replica.model_validate(server) for server in answer["servers"]]
 
-    async def events(self, job_id: str, *, after: int = 0) -> AsyncGenerator[NumberedEvent, None]:
+    async def events(
+        self, job_id: str, *, after: int = 0, on_silence: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[NumberedEvent, None]:
         """The job's events from line `after` + 1 on, then live, until it has ended or is paused.
 
-        Raises `DeadlineExceeded` once the trainer has been silent for `patience_s`.
+        `on_silence` is called when the trainer stops answering, once each time. Raises
+        `DeadlineExceeded` once it has been silent for `patience_s`.
         """
         url = f"{self._url}/v1/jobs/{job_id}/events"
-        heard_s = time.monotonic()
+        heard_s, is_silent = time.monotonic(), False
         while True:
             try:
                 async for message in self._messages(url, after):
-                    heard_s = time.monotonic()
+                    heard_s, is_silent = time.monotonic(), False
                     if message.kind == "end":
                         return
                     if message.kind == "message" and message.line > after:
                         after = message.line
                         yield NumberedEvent(after, Event.model_validate_json(message.data))
-            except httpx.TransportError:
-                pass  # it is asked again below, within the deadline
+            except httpx.TransportError:  # it is asked again below, within the deadline
+                if not is_silent:
+                    on_silence()
+                is_silent = True
             except HttpFailed as err:
                 if err.status == 404:
                     raise NoSuchJob(f"the trainer knows no job {job_id}") from err
@@ -234,24 +249,3 @@ class _Message:
     kind: str = "message"
     line: int = 0
     data: str = ""
-
-
-def _problems(body: str) -> list[str]:
-    """One sentence per entry of a 422 answer: key, value, what is wrong, what is allowed."""
-    try:
-        detail = json.loads(body)["detail"]
-    except (ValueError, KeyError, TypeError):
-        return [body]
-    entries = detail if isinstance(detail, list) else [{"message": detail}]
-    return [_sentence(entry) for entry in entries]
-
-
-def _sentence(entry: Mapping[str, Any]) -> str:
-    text = str(entry.get("message", entry))
-    if entry.get("key"):
-        given = f" = {json.dumps(entry['value'])}" if entry.get("value") is not None else ""
-        text = f"{entry['key']}{given}: {text}"
-    allowed = entry.get("allowed")
-    if isinstance(allowed, list):
-        allowed = ", ".join(map(str, allowed))
-    return f"{text} (allowed: {allowed})" if allowed else text

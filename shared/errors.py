@@ -18,6 +18,8 @@ Anything else that a handler raises is a bug or a poison message: it is logged, 
 message, and the message is buried at its delivery limit.
 """
 
+from shared.refusals import sentences
+
 
 class TandemError(Exception):
     pass
@@ -59,7 +61,8 @@ class HttpFailed(TandemError):
     def __init__(
         self, method: str, url: str, status: int | None, body: str, *, is_late: bool = False
     ) -> None:
-        super().__init__(f"{method} {url}: {status or 'no answer'}: {body[:500]}")
+        said = "; ".join(sentences(body))
+        super().__init__(f"{method} {url}: {status or 'no answer'}: {said}")
         self.is_late = is_late
         self.method = method
         self.url = url

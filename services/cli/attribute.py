@@ -30,13 +30,15 @@ def attribute(
             console.print_json(data=found)
             return 0
         whole = found["whole"]
+        ranked = sorted(found["parts"].items(), key=lambda item: -item[1])
+        first = f", {ranked[0][1] / whole:.0%} of it {ranked[0][0]}" if whole else ""
         console.print(
             f"step {found['step']} under version {found['policy_version']}: mean |Δ log p| "
-            f"{whole:.3g} of {found['num_tokens']} tokens",
+            f"{whole:.3g} of {found['num_tokens']} tokens{first}",
             highlight=False,
         )
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for name, part in sorted(found["parts"].items(), key=lambda item: -item[1]):
+        for name, part in ranked:
             share = f"{part / whole:.1%}" if whole else ""
             table.add_row(name, f"{part:.3g}", share)
         console.print(table)

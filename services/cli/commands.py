@@ -24,6 +24,7 @@ from services.cli.stack import MAX_REWARD, MAX_ROLLOUT, check_stack, choose_port
 from services.cli.tables import job_table, jobs_table
 from services.cli.watch import follow_job
 from services.cli.weights import weights
+from services.cli.wishes import cancel, pause, resume
 from services.client import TandemClient
 from shared.local_stack import running
 
@@ -61,14 +62,17 @@ LOCAL_TRAINER = "http://127.0.0.1:8700"
 
 app.add_typer(weights, name="weights")
 app.command()(attribute)
+app.command()(cancel)
 app.command()(convert)
 app.command()(doctor)
 app.command()(explain)
 app.command()(parity)
+app.command()(pause)
 app.command()(plan)
 app.command("eval")(evaluate)
 app.command()(regrade)
 app.command()(replay)
+app.command()(resume)
 
 
 @app.command()
@@ -183,20 +187,3 @@ def watch(
 ) -> None:
     """Follow a job until it ends; exit code 0 only when it finished."""
     run(follow_job(trainer, job_id, as_json=as_json))
-
-
-@app.command()
-def cancel(
-    job_id: Annotated[str, typer.Argument()],
-    trainer: Trainer = LOCAL_TRAINER,
-    as_json: Json = False,
-) -> None:
-    """Cancel a job."""
-
-    async def command() -> int:
-        async with TandemClient(trainer, patience_s=10) as client:
-            found = await client.command(job_id, "cancel")
-        typer.echo(found.model_dump_json() if as_json else f"{found.job_id} {found.state}")
-        return 0
-
-    run(command())

@@ -21,6 +21,7 @@ from shared.data.suites import SUITES
 from shared.errors import ConfigInvalid, DeadlineExceeded, HttpFailed, TandemError
 from shared.http import HttpClient
 from shared.local_stack import running
+from shared.refusals import sentences
 from shared.statistics import shown_ks
 
 _POLL_S = 0.3
@@ -201,8 +202,4 @@ def _refusal(err: HttpFailed) -> str:
     """What the evaluator says is wrong; or that nobody answers."""
     if err.status is None:
         return f"No evaluator answers {err.url}: start one, or leave --evaluator out."
-    try:
-        entries = json.loads(err.body)["detail"]
-        return "; ".join(f"{one['key']}: {one['message']}" for one in entries)
-    except (ValueError, KeyError, TypeError):
-        return str(err)
+    return "; ".join(sentences(err.body))

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.child import ask_child
+from services.cli.document import fault
 from services.cli.run import run
 from services.trainer.recorded import RecordedSample, find_sample, version_folders
 from shared.errors import ConfigInvalid
@@ -85,7 +86,7 @@ def _job_of(run_dir: Path) -> Job:
     try:
         job = Job.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as err:
-        raise ConfigInvalid(f"{path}: {err}") from err
+        raise ConfigInvalid(f"{path} is no job of a run: {fault(err)}.") from err
     if job.rollout.engine != "embedded":
         raise ConfigInvalid(f"{run_dir} was sampled by {job.rollout.engine}: it is not run here")
     return job

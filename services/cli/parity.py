@@ -8,16 +8,15 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
 from services.cli.child import ask_child
+from services.cli.document import fault
 from services.cli.run import run
 from services.evaluator.parity.report import ParityReport, ParityStatus, Run, make_report
 from services.evaluator.parity.terminal import print_report
@@ -26,6 +25,7 @@ from shared.http import HttpClient
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.parity.offline_request import OfflineRequest, OfflineResult, Side
 from shared.parity.scores import Bounds, ScoredSequence
+from shared.refusals import sentences
 from shared.tokenizer import CheckpointTokenizer
 
 LOCAL_EVALUATOR = "http://127.0.0.1:8740"
@@ -192,10 +192,8 @@ def _offline_request(ours: str, theirs: str, values: dict[str, Any]) -> OfflineR
         if values["prompts"] is None and values["sequences"] is None:
             values = values | {"sequences": _random_tokens(sides["ours"].path, values["seed"])}
         return OfflineRequest.model_validate(values | sides)
-    except ValidationError as err:
-        raise ConfigInvalid(str(err.errors()[0]["msg"])) from err
     except (ValueError, OSError) as err:
-        raise ConfigInvalid(str(err)) from err
+        raise ConfigInvalid(fault(err)) from err
 
 
 def _random_tokens(release: Path, seed: int) -> list[list[int]]:
@@ -211,7 +209,7 @@ def _read_tokens(path: Path) -> list[list[int]]:
     try:
         sequences = json.loads(path.read_text())
     except (OSError, ValueError) as err:
-        raise ConfigInvalid(f"{path}: {err}") from err
+        raise ConfigInvalid(f"{path}: {fault(err)}") from err
     if not isinstance(sequences, list) or not all(_is_tokens(tokens) for tokens in sequences):
         raise ConfigInvalid(f"{path}: expected a JSON list of lists of token ids")
     return sequences
@@ -233,15 +231,4 @@ def _refusal(err: HttpFailed) -> str:
     """What the evaluator says is wrong; or that nobody answers."""
     if err.status is None:
         return f"No evaluator answers {err.url}: start one, or name another with --evaluator."
-    try:
-        detail: Sequence[Any] = json.loads(err.body)["detail"]
-    except (ValueError, KeyError, TypeError):
-        return str(err)
-    if isinstance(detail, str):
-        return detail
-    return "; ".join(_sentence(entry) for entry in detail)
-
-
-def _sentence(entry: dict[str, Any]) -> str:
-    key = entry.get("key") or ".".join(str(part) for part in entry.get("loc", ())[1:])
-    return f"{key}: {entry.get('message') or entry.get('msg')}"
+    return "; ".join(sentences(err.body))

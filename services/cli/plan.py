@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from services.cli.document import read_job
+from services.cli.document import fault, in_project, read_job
 from services.cli.plan_tables import show_plan
 from services.cli.run import run
 from shared.errors import ConfigInvalid
@@ -92,7 +92,10 @@ def _asked(
     """Setup and machine as the job says, or the defaults; memory is not known yet."""
     setup, per_node = Setup(), gpus_per_node or 8
     if job_file is not None:
-        job = Job.model_validate(read_job(job_file, changes))
+        try:
+            job = Job.model_validate(read_job(job_file, changes))
+        except ValueError as err:
+            raise ConfigInvalid(f"{job_file}: {fault(err)}.") from err
         setup = Setup.of(job)
         per_node = gpus_per_node or job.cluster.gpus_per_node
         model = model or job.model.rollout_checkpoint
@@ -106,7 +109,7 @@ def _asked(
 def _architecture(model: str) -> Architecture:
     named = MODELS_DIR / f"{model}.json"
     try:
-        return Architecture.load(named if named.is_file() else expand_path(model))
+        return Architecture.load(named if named.is_file() else in_project(expand_path(model)))
     except OSError as err:
         known = ", ".join(sorted(path.stem for path in MODELS_DIR.glob("*.json")))
         raise ConfigInvalid(f"--model {model}: {err.strerror}; known names are {known}.") from err

@@ -16,6 +16,8 @@ from services.client import JobRefused
 from shared.errors import ConfigInvalid, HttpFailed, TandemError
 from shared.telemetry import configure_logging
 
+HOW_TO_START = "start one with `python -m services.cli up`, or name another with --trainer."
+
 
 def run(command: Coroutine[Any, Any, int]) -> NoReturn:
     """Run to the end and exit with its code; the first SIGINT or SIGTERM drains it."""
@@ -73,10 +75,7 @@ async def _until_signal(command: Coroutine[Any, Any, int]) -> int:
 
 
 def _no_answer(err: HttpFailed) -> str:
-    return (
-        f"No trainer answers {err.method} {err.url}: start one with `python -m services.cli up`, "
-        f"or name another with --trainer."
-    )
+    return f"No trainer answers {err.method} {err.url}: {HOW_TO_START}"
 
 
 def _fail(*lines: str) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from services.cli.progress import number, share
 from services.client import JobStatus
@@ -15,7 +16,7 @@ def jobs_table(jobs: Sequence[JobStatus]) -> Table:
     table = Table("job", "state", "step", "version", "created", box=None, header_style="dim")
     for job in jobs:
         created = "–" if job.created_at_s is None else _clock(job.created_at_s)
-        table.add_row(job.job_id, job.state, _steps(job), _text(job.policy_version), created)
+        table.add_row(job.job_id, _state(job), _steps(job), _text(job.policy_version), created)
     return table
 
 
@@ -25,7 +26,7 @@ def job_table(job: JobStatus) -> Table:
     table.add_column()
     rows = {
         "job": job.job_id,
-        "state": job.state,
+        "state": _state(job),
         "step": _steps(job),
         "version": _text(job.policy_version),
         **{name.replace("_", " "): number(value) for name, value in job.last.items()},
@@ -34,10 +35,14 @@ def job_table(job: JobStatus) -> Table:
     for name, text in rows.items():
         table.add_row(name, text)
     if job.error:
-        table.add_row("error", f"[red]{job.error}[/red]")
+        table.add_row("error", Text(job.error, style="red"))
     for warning in job.warnings:
-        table.add_row("warning", f"[yellow]{warning}[/yellow]")
+        table.add_row("warning", Text(warning, style="yellow"))
     return table
+
+
+def _state(job: JobStatus) -> str:
+    return f"{job.state}, asked to {job.wish}" if job.wish else job.state
 
 
 def before_after_table(summary: Mapping[str, Any]) -> Table | None:

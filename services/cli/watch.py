@@ -13,13 +13,15 @@ from rich.console import Console
 from rich.live import Live
 
 from services.cli.progress import JobView
-from services.client import TandemClient
+from services.client import JobStatus, TandemClient
 from shared.errors import HttpFailed
 from shared.registry import Replica
 from shared.tasks import end
 
 _REDRAW_S = 0.25
 _ASK_SERVERS_S = 1.0
+_SILENT_S = 1.0  # a trainer that is there answers sooner
+PATIENCE_S = 60.0  # one that was restarted is back by then
 
 Notes = Callable[[], Mapping[str, str]]
 
@@ -33,9 +35,14 @@ async def watch_job(
     notes: Notes = dict,
 ) -> JobView:
     """Show the job until it has ended or is paused."""
-    view = JobView(job_id, steps=(await client.job(job_id)).steps)
+    view = JobView(job_id, steps=(await first_answer(client, job_id)).steps)
     async with _shown(client, view, console, notes) as tell:
-        async with aclosing(client.events(job_id, after=after)) as events:
+
+        def silent() -> None:
+            tell(_silence(client))
+
+        events = client.events(job_id, after=after, on_silence=silent)
+        async with aclosing(events):
             async for numbered in events:
                 line = view.apply(numbered.event)
                 if line is not None:
@@ -87,12 +94,33 @@ async def _ask_servers(client: TandemClient, servers: list[Replica]) -> None:
         await asyncio.sleep(_ASK_SERVERS_S)
 
 
+async def first_answer(client: TandemClient, job_id: str) -> JobStatus:
+    """The job; that nobody answers is said at once, not when patience is over."""
+    asking = asyncio.create_task(client.job(job_id))
+    try:
+        await asyncio.wait({asking}, timeout=_SILENT_S)
+        if not asking.done():
+            _tell_silence(client)
+        return await asking
+    finally:
+        await end(asking)
+
+
+def _tell_silence(client: TandemClient) -> None:
+    typer.echo(_silence(client), err=True)
+
+
+def _silence(client: TandemClient) -> str:
+    return f"No trainer answers at {client.url}: trying for {client.patience_s:g} s more."
+
+
 async def follow_job(trainer: str, job_id: str, *, as_json: bool) -> int:
     """Follow a job to its end; the exit code is 0 only when it finished."""
-    async with TandemClient(trainer) as client:
+    async with TandemClient(trainer, patience_s=PATIENCE_S) as client:
         if not as_json:
             view = await watch_job(client, job_id, Console())
             return 0 if view.state == "finished" else 1
-        async for numbered in client.events(job_id):
+        await first_answer(client, job_id)
+        async for numbered in client.events(job_id, on_silence=lambda: _tell_silence(client)):
             typer.echo(numbered.event.model_dump_json())
         return 0 if (await client.job(job_id)).state == "finished" else 1

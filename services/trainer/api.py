@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.trainer.config import PROJECT_ROOT, TrainerConfig
 from services.trainer.events import EVENTS_FILE
+from services.trainer.jobs.reports import REPORT_FILE
 from services.trainer.jobs.runner import JobRunner
 from services.trainer.jobs.status import job_status
 from services.trainer.jobs.store import ENDED, JobStore, KeyReused, StoredJob, WrongState
@@ -31,7 +32,6 @@ MAX_DOCUMENT_BYTES = 2**20
 MAX_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_SEQUENCES = 1024
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "there is no such job"}}
 CONFLICT: dict[int | str, dict[str, Any]] = {
@@ -72,6 +72,8 @@ class JobStatus(BaseModel):
     """Unix time of its submission."""
     error: str | None
     """Why it is paused or failed."""
+    wish: str | None
+    """What was asked for and has not happened yet: `pause` or `cancel`."""
     warnings: list[str]
     """What the job does without, one sentence each."""
     counts: dict[str, int]
@@ -252,6 +254,9 @@ async def metrics(state: State, job_id: str) -> dict[str, Any]:
 
 @router.get("/jobs/{job_id}/report", responses=NOT_FOUND, response_class=FileResponse)
 async def report(state: State, job_id: str) -> FileResponse:
+    """The run as a page. Of a job in progress as it is now, made anew at most twice a minute."""
+    is_running = state.job(job_id).state == "running"
+    await state.runner.reports.refresh(state.runner.run_dir(job_id), is_running=is_running)
     return _file(state, job_id, REPORT_FILE, "text/html")
 
 
@@ -300,7 +305,7 @@ async def score(state: State, asked: ScoreRequest) -> Scores:
 
 
 async def _asked(state: _State, job_id: str, what: str) -> JobStatus:
-    state.job(job_id)
+    before = state.job(job_id).state
     try:
         if what == "resume":
             job = state.store.resume(job_id)
@@ -308,6 +313,8 @@ async def _asked(state: _State, job_id: str, what: str) -> JobStatus:
             job = state.store.ask(job_id, "pause" if what == "pause" else "cancel")
     except WrongState as err:
         raise HTTPException(409, str(err)) from err
+    if (before, job.state) == ("paused", "cancelled"):
+        await state.runner.tell_cancelled(job_id)
     state.runner.look()
     return await state.status(job)
 

@@ -1,8 +1,10 @@
 """Asks now and then where |Δ log p| comes from: some samples of a batch, before it is trained.
 
-The versions that sampled them are read from the store; one that is gone leaves its samples out.
+The versions that sampled them are read from the store, and rebuilt there where they are kept as
+changes; one that is gone leaves its samples out.
 """
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import structlog
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.keeper import RankKeeper
 from services.trainer.versions import VersionStore
+from shared.errors import WeightsCorrupt
 from shared.job_proof import AttributionSection
 from shared.messages import TrainingBatch, TrainingSample
 from shared.parity.attribution import Attribution, attribute
@@ -44,8 +47,8 @@ class DriftAttribution:
         """Note an event; a job whose ranks cannot say is not asked again."""
         try:
             found = await self.of(batch, held=batch.policy_version)
-        except ValueError as err:
-            self._can = isinstance(err, NothingToAttribute)
+        except (ValueError, WeightsCorrupt) as err:
+            self._can = isinstance(err, NothingToAttribute | WeightsCorrupt)
             log.warning("drift_not_attributed", step=batch.step, error=str(err))
             return
         self._record.note(self._events("drift_attributed", step=batch.step, **fields_of(found)))
@@ -54,24 +57,33 @@ class DriftAttribution:
         """Of the batch's first samples, under version `held`, which the ranks have.
 
         ValueError where the ranks cannot say, `NothingToAttribute` without a sample of a version
-        that is still there.
+        that can be had; WeightsCorrupt where one cannot be rebuilt.
         """
-        known = {v for v in self._store.versions() if self._store.is_whole(v)} | {held}
+        samples = await asyncio.to_thread(self._usable, batch, held)
+        others = {version for one in samples for version in _versions(one)} - {held}
+        folders = await asyncio.to_thread(self._store.lend, others)
+        try:
+            ladder = await self._keeper.climb(
+                [one.pack() for one in samples], temperature=batch.temperature, folders=folders
+            )
+        finally:
+            self._store.take_back(others)
+        sampler = np.concatenate([one.sampler_logprobs for one in samples]).astype(np.float64)
+        rungs = {name: np.array(values, np.float64) for name, values in ladder.items()}
+        return attribute(sampler, rungs)
+
+    def _usable(self, batch: TrainingBatch, held: int) -> list[TrainingSample]:
+        """The first samples whose versions can all be had."""
+        asked = {version for one in batch.samples for version in _versions(one)}
+        known = {v for v in asked if v == held or self._store.can_be_had(v)}
         samples = [one for one in batch.samples if _versions(one) <= known]
         samples = [one for one in samples if len(one.sampler_logprobs)][: self._settings.samples]
         if not samples:
             raise NothingToAttribute(
-                f"no sample of step {batch.step} is of the versions held: {sorted(known)}"
+                f"step {batch.step} was sampled by versions {sorted(asked)}, of which none is "
+                "stored any more (update.keep_versions, update.keep_bytes)"
             )
-        others = {version for one in samples for version in _versions(one)}
-        ladder = await self._keeper.climb(
-            [one.pack() for one in samples],
-            temperature=batch.temperature,
-            folders={v: self._store.path(v) for v in others - {held}},
-        )
-        sampler = np.concatenate([one.sampler_logprobs for one in samples]).astype(np.float64)
-        rungs = {name: np.array(values, np.float64) for name, values in ladder.items()}
-        return attribute(sampler, rungs)
+        return samples
 
 
 def fields_of(found: Attribution) -> dict[str, Any]:

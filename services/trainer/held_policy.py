@@ -44,7 +44,7 @@ class HeldPolicy:
         p = self._parts
         steps = p.books.redo_held()
         if not steps:
-            raise LookupError("no trained batch is in the redo log")
+            raise LookupError("no step is in the redo log yet: ask again after the next one")
         batch = TrainingBatch.unpack(await asyncio.to_thread(p.books.redo_body, steps[-1]))
         return batch.step, await p.drift.of(batch, held=self.version)
 

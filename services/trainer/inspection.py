@@ -9,8 +9,13 @@ from services.trainer.conductor import Conductor
 from services.trainer.drift import fields_of
 from services.trainer.ranks import RanksLost
 from shared.bodies import limited_body
-from shared.errors import Rejected
+from shared.errors import Rejected, WeightsCorrupt
 from shared.parity.trace import MAX_BODY_BYTES, MEDIA_TYPE, TraceRequest
+
+NO_JOB_TO_ATTRIBUTE = (
+    "no job is active: this asks the job that trains now; the report of one that has ended says it "
+    "of the steps that were asked (attribution.every_steps)"
+)
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 
@@ -45,10 +50,10 @@ async def attribution(request: Request) -> Attributed:
     """Where |Δ log p| of the last trained step comes from, under the weights held now."""
     conductor: Conductor | None = request.app.state.runner.active
     if conductor is None:
-        raise HTTPException(409, "no job is active")
+        raise HTTPException(409, NO_JOB_TO_ATTRIBUTE)
     try:
         step, found = await conductor.policy.attribute()
-    except (LookupError, ValueError) as err:
+    except (LookupError, ValueError, WeightsCorrupt) as err:
         raise HTTPException(409, str(err)) from err
     except RanksLost as err:
         raise HTTPException(503, str(err)) from err

@@ -152,8 +152,9 @@ async def letters(request: Request, job_id: str) -> LetterList:
 async def requeue(request: Request, job_id: str, asked: RequeueRequest) -> Requeued:
     """Put letters back into their stream as new messages.
 
-    A group whose message was buried has been dropped from the books meanwhile; what comes of it is
-    refused as a duplicate. So this shows whether the cause is gone, and saves an evaluation.
+    A group whose message was buried has been dropped from the books and replaced meanwhile: it is
+    handled, its rewards count in the raw curve, and it is not trained. So this shows whether the
+    cause is gone, loses no reward, and saves an evaluation.
     """
     _run_dir(request, job_id)
     stream = _streams(job_id)[asked.stage]

@@ -12,6 +12,7 @@ most MAX_CHAIN of them on one whole version; what a kept version is rebuilt from
 import contextlib
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ class VersionStore:
         self._lock = threading.Lock()  # of what changes a finished version
         self._bases: dict[int, int | None] = {}
         self._tidied: object = None
+        self._lent: Counter[int] = Counter()
 
     def path(self, version: int) -> Path:
         return self._root / f"v{version:08d}"
@@ -160,9 +162,38 @@ class VersionStore:
                 except OSError as err:
                     raise WeightsCorrupt(f"version {one} cannot be rebuilt: {err}") from err
             for one in chain:
-                if one != version:
+                if one != version and one not in self._lent:
                     self._keep_changes_only(one)
             (self.path(version) / CHANGES_ONLY).unlink(missing_ok=True)
+
+    def lend(self, versions: Iterable[int]) -> dict[int, Path]:
+        """The versions' directories, whole until `take_back` is called with the same versions.
+
+        WeightsCorrupt as `restore` raises it, and then nothing is lent. Blocking, as that is.
+        """
+        lent = set(versions)
+        with self._lock:
+            self._lent.update(lent)  # from here on `tidy` leaves them
+        try:
+            for version in sorted(lent):
+                if not self.is_whole(version):
+                    self.restore(version)
+        except BaseException:
+            self.take_back(lent)
+            raise
+        return {version: self.path(version) for version in lent}
+
+    def take_back(self, versions: Iterable[int]) -> None:
+        with self._lock:
+            self._lent -= Counter(set(versions))
+
+    def can_be_had(self, version: int) -> bool:
+        """Whether nothing that the version is made of is missing."""
+        try:
+            self.check(version)
+        except WeightsCorrupt:
+            return False
+        return True
 
     def tidy(self, needed: Iterable[int], *, keep_last: int, keep_bytes: int) -> list[int]:
         """Keep the newest versions small and within their bytes; which were deleted.
@@ -170,7 +201,7 @@ class VersionStore:
         Those in `needed` stay whole whatever they take.
         """
         with self._lock:
-            versions, whole = self.versions(), frozenset(needed)
+            versions, whole = self.versions(), frozenset({*needed, *self._lent})
             if self._tidied == (versions, whole):
                 return []
             self._shrink(versions, whole)

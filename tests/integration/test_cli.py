@@ -15,6 +15,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 from typer.testing import CliRunner, Result
 
+from services.cli import watch
 from services.cli.commands import app as cli
 from services.client import NoSuchJob, TandemClient
 from shared.errors import DeadlineExceeded, HttpFailed
@@ -86,9 +87,13 @@ def fake_app(trainer: FakeTrainer) -> FastAPI:
             raise HTTPException(404, "no such job")
         return trainer.status()
 
-    @app.post("/v1/jobs/{job_id}/cancel")
-    async def cancel(job_id: str) -> dict[str, Any]:
-        trainer.state = "cancelled"
+    @app.post("/v1/jobs/{job_id}/{wish}")
+    async def ask(job_id: str, wish: str) -> dict[str, Any]:
+        if trainer.state == "running":
+            return trainer.status() | {"wish": wish}
+        if trainer.state == "failed" and wish == "pause":
+            raise HTTPException(409, f"{job_id} is failed; only a queued or running job can pause")
+        trainer.state = {"cancel": "cancelled", "pause": "paused", "resume": "queued"}[wish]
         return trainer.status()
 
     @app.get("/v1/jobs/{job_id}/weights")
@@ -239,8 +244,46 @@ def test_an_unknown_job_is_one_sentence(trainer: FakeTrainer) -> None:
         assert result.stderr == "the trainer knows no job other-0000\n"
 
 
+@pytest.mark.parametrize(
+    ("wish", "follows"),
+    [("cancel", "will be cancelled"), ("pause", "will be paused once the step")],
+)
+def test_a_wish_says_what_was_asked_and_which_state_follows(
+    trainer: FakeTrainer, wish: str, follows: str
+) -> None:
+    trainer.state = "running"
+    said = call(trainer, wish, JOB_ID).stdout
+    assert said.startswith(f"asked {JOB_ID} to {wish}: it is running, and {follows}")
+    assert json.loads(call(trainer, wish, JOB_ID, "--json").stdout)["wish"] == wish
+
+
+def test_a_resumed_job_is_queued_and_a_refused_wish_is_told_in_words(trainer: FakeTrainer) -> None:
+    trainer.state = "paused"
+    said = call(trainer, "resume", JOB_ID).stdout
+    assert said.startswith(f"{JOB_ID} is queued: it continues after step 2")
+    trainer.state = "failed"
+    refused = call(trainer, "pause", JOB_ID)
+    assert refused.exit_code == 1
+    assert refused.stderr.endswith(
+        f"409: {JOB_ID} is failed; only a queued or running job can pause\n"
+    )
+
+
+def test_watch_says_at_once_that_nobody_answers(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_SILENT_S", 0.05)
+    monkeypatch.setattr(watch, "PATIENCE_S", 4.0)
+    url = f"http://127.0.0.1:{free_port}"
+    result = CliRunner().invoke(cli, ["watch", JOB_ID, "--trainer", url])
+    assert result.exit_code == 1
+    first, last = result.stderr.splitlines()
+    assert first == f"No trainer answers at {url}: trying for 4 s more."
+    assert last.startswith(f"No trainer answers GET {url}/v1/jobs/{JOB_ID}: start one with")
+
+
 def test_cancel(trainer: FakeTrainer) -> None:
-    assert call(trainer, "cancel", JOB_ID).stdout == f"{JOB_ID} cancelled\n"
+    assert call(trainer, "cancel", JOB_ID).stdout == f"{JOB_ID} is cancelled\n"
     assert trainer.state == "cancelled"
 
 

@@ -9,12 +9,14 @@ import pytest
 from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.entries import Group
 from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.prompts import NoPromptFits
 from services.trainer.rollback import NOTE
 from services.trainer.steps import JobPaused
 from services.trainer.versions import CHANGES_ONLY, VersionStore
 from shared import topology
+from shared.dead_letters import requeue_dead
 from shared.errors import Rejected, WeightsCorrupt
 from shared.messages import Outcome, PromptGroup, RolloutGroup, Score
 from shared.streams import Consumer, publish
@@ -670,6 +672,45 @@ async def test_poison_is_buried_and_its_group_replaced(redis: Redis, tmp_path: P
         assert books.counts()["dropped:buried"] == len(poisoned) == 2
         books.close()
         assert await redis.xlen(topology.dead(topology.groups(JOB_ID))) == 1
+
+
+async def test_a_requeued_letter_is_handled_and_counts_but_is_not_trained(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """Its group was dropped and replaced when it was buried; what it earned is known late."""
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        is_mended, goes_on = False, asyncio.Event()
+
+        def grade(prompt: PromptGroup, index: int) -> Outcome:
+            if prompt.draw == 1 and not is_mended:
+                raise Rejected("no grader of that name")
+            return alternating(prompt, index)
+
+        async def complete(group: RolloutGroup) -> RolloutGroup:
+            if group.prompt.draw > 4:  # the job does not end before the letter is back
+                await goes_on.wait()
+            return group
+
+        def buried() -> Group | None:
+            books = Books(world.run_dir / BOOKS_FILE)
+            group = books.group(f"{JOB_ID}.g000001")
+            books.close()
+            return group if group and group.reason == "buried" else None
+
+        world.grade, world.complete = grade, complete
+        running = asyncio.create_task(run_to_end(world))
+        await until(lambda: buried() is not None)
+        assert not buried().arrived
+        is_mended = True
+        assert await requeue_dead(redis, topology.rollouts(JOB_ID)) == 1
+        await until(lambda: buried().arrived)
+        goes_on.set()
+        await running
+        books = check_books(world)
+        assert (books.counts()["dropped:buried"], buried().state) == (1, "dropped")
+        books.close()
+        assert all("g000001" not in name for _, names in world.history for name in names)
+        await check_streams_empty(redis)
 
 
 async def test_surplus_of_a_step_is_dropped_and_counted(redis: Redis, tmp_path: Path) -> None:

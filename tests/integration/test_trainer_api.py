@@ -325,6 +325,20 @@ async def test_running_job_is_paused_and_resumed(trainer: Trainer) -> None:
     await trainer.until_state(job_id, "running")
 
 
+async def test_the_report_of_a_paused_job_says_so_when_it_is_cancelled(trainer: Trainer) -> None:
+    job_id = await trainer.submit()
+    await trainer.until_state(job_id, "running")
+    asked = (await trainer.http.post(f"/v1/jobs/{job_id}/pause")).json()
+    assert (asked["state"], asked["wish"]) == ("running", "pause")
+    assert (await trainer.until_state(job_id, "paused"))["wish"] is None
+    page = (await trainer.http.get(f"/v1/jobs/{job_id}/report")).text
+    assert "The job is paused" in page
+    await trainer.http.post(f"/v1/jobs/{job_id}/cancel")
+    page = (await trainer.http.get(f"/v1/jobs/{job_id}/report")).text
+    assert "The job is cancelled" in page
+    assert (await trainer.http.get(f"/v1/jobs/{job_id}/summary")).json()["state"] == "cancelled"
+
+
 async def test_job_in_progress_is_taken_up_by_the_next_process(
     config: TrainerConfig, tmp_path: Path
 ) -> None:

@@ -8,17 +8,19 @@ next job ─> Conductor.run ─┬─ returns ──────────> fi
 """
 
 import asyncio
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 from redis.asyncio import Redis
 
-from services.trainer.announcements import retire_others
+from services.trainer.announcements import let_expire, retire_others
 from services.trainer.assembly import Parts, assemble
+from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.conductor import Conductor
-from services.trainer.config import PROJECT_ROOT, TrainerConfig
+from services.trainer.config import TrainerConfig
+from services.trainer.events import EventLog, event_maker
+from services.trainer.jobs.reports import Reports
 from services.trainer.jobs.store import JobStore, StoredJob, Wish
 from services.trainer.keeper import StartRanks
 from services.trainer.launch import LaunchBoard
@@ -60,6 +62,7 @@ class JobRunner:
         self._board = board or LaunchBoard()
         self._begin_ranks = begin_ranks or self._torchrun
         self._wake = asyncio.Event()
+        self.reports = Reports(deadline_s=config.conductor.report_s)
 
     def run_dir(self, job_id: str) -> Path:
         return self._config.runs_dir.resolve() / job_id
@@ -137,7 +140,7 @@ class JobRunner:
             await end(running, within_s=self._config.conductor.goodbye_s + CLOSE_S)
             await conductor.close(ended, error=error)
         if ended is not None:
-            await self._write_report(job.job_id)
+            await self.reports.write(self.run_dir(job.job_id))
             self._store.end(job.job_id, ended, error)
             log.info("job_ended", job_id=job.job_id, state=ended, error=error)
 
@@ -165,30 +168,12 @@ class JobRunner:
             await _first_of(stop, self._wake, running, timeout_s=1.0)
         return None
 
-    async def _write_report(self, job_id: str) -> None:
-        """In a child: plotting must neither block nor end this process."""
+    async def tell_cancelled(self, job_id: str) -> None:
+        """A paused job was cancelled: no conductor tells it, and its report still says paused."""
         run_dir = self.run_dir(job_id)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.trainer.report", str(run_dir)),
-            cwd=PROJECT_ROOT,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            _, complaint = await asyncio.wait_for(
-                process.communicate(), self._config.conductor.report_s
-            )
-        except TimeoutError:
-            log.warning("report_late", job_id=job_id, after_s=self._config.conductor.report_s)
-        else:
-            if process.returncode:
-                tail = complaint.decode(errors="replace")[-2000:]
-                log.error("report_failed", job_id=job_id, code=process.returncode, error=tail)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        if await asyncio.to_thread(_note_cancelled, run_dir, job_id, self._config.name):
+            await let_expire(self._redis, job_id)
+            await self.reports.write(run_dir)
 
     def _torchrun(self, job: StoredJob, run_dir: Path) -> StartRanks:
         async def start() -> Ranks:
@@ -202,6 +187,18 @@ class JobRunner:
             )
 
         return start
+
+
+def _note_cancelled(run_dir: Path, job_id: str, replica: str) -> bool:
+    """In the run's record, if it has one; nobody else writes there while no job is active."""
+    if not (run_dir / BOOKS_FILE).exists():
+        return False
+    books = Books(run_dir / BOOKS_FILE)
+    record = EventLog(run_dir, books)
+    record.note(event_maker(job_id, replica)("job_finished", state="cancelled", error=None))
+    record.close()
+    books.close()
+    return True
 
 
 async def _first_of(

@@ -25,6 +25,7 @@ def job_status(job: StoredJob, run_dir: Path) -> dict[str, Any]:
         "steps": job.job.steps,
         "created_at_s": job.created_at_s,
         "error": job.error,
+        "wish": job.wish,
         "warnings": job.job.warnings,
         **_progress(run_dir / BOOKS_FILE),
     }

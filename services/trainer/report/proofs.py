@@ -67,13 +67,31 @@ def _dry_update(found: dict[str, Any] | None) -> str:
 def attribution_sentence(found: list[dict[str, Any]]) -> str:
     if not found:
         return ""
-    last = found[-1]
-    name, part = max(last["parts"].items(), key=lambda item: item[1])
+    whole, ranked = _over_steps(found)
+    shares = [f"{name} {percent(part / whole)}" for name, part in ranked] if whole else []
+    steps = f"the {len(found)} steps that were asked" if len(found) > 1 else "the step asked"
+    if not shares:
+        return f"Sampler and trainer agree on every token of {steps}: there is no drift."
+    name, part = ranked[0]
     return (
-        f"Of the last attributed step's mean |Δ log p| {number(last['whole'])} most is {name} "
-        f"({number(part)}); the named sources explain {percent(last['explained_share'])}. A part "
-        "is the mean of sign(Δ) times what its rung moves; the parts add up to the whole."
+        f"{name[0].upper()}{name[1:]} makes {percent(part / whole)} of the mean |Δ log p| "
+        f"{number(whole)} over {steps}; then {', '.join(shares[1:])}. The same sampled tokens are "
+        "scored again with one source more at a time: a source's part is what that moves their "
+        "log-probabilities towards the sampler's. So the parts add up to the whole, one that moves "
+        "away is negative, and the rest is what no source explains."
     )
+
+
+def _over_steps(found: list[dict[str, Any]]) -> tuple[float, list[tuple[str, float]]]:
+    """Means over all tokens that were asked: the whole, and its sources, the largest first."""
+    weights = [float(one["num_tokens"]) for one in found]
+
+    def mean(values: Iterable[float]) -> float:
+        pairs = zip(weights, values, strict=True)
+        return sum(weight * value for weight, value in pairs) / max(1.0, sum(weights))
+
+    parts = {name: mean(one["parts"][name] for one in found) for name in found[-1]["parts"]}
+    return mean(one["whole"] for one in found), sorted(parts.items(), key=lambda item: -item[1])
 
 
 def attribution_head(found: list[dict[str, Any]]) -> Row:

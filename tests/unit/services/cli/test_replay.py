@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 
 from services.cli.replay import replay_document
+from services.trainer.recording import RECORDING_FILE
 from shared.errors import ConfigInvalid
 from shared.job import Job
 from shared.job_algorithm import AlgorithmName, AlgorithmSection
@@ -24,6 +25,7 @@ def recorded(run_dir: Path, **algorithm: Any) -> Job:
         }
     )
     (run_dir / "job.json").write_text(job.model_dump_json())
+    (run_dir / RECORDING_FILE).touch()
     return job
 
 
@@ -54,5 +56,12 @@ def test_another_name_brings_its_own_fields_and_keeps_what_was_said_beyond_the_o
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigInvalid, match=r"job\.json is no job of a run"):
+    with pytest.raises(ConfigInvalid, match=r"is no run folder: .*job\.json: No such file"):
+        replay_document(tmp_path, [])
+
+
+def test_a_run_that_was_not_recorded_says_how_to_record_one(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    (tmp_path / RECORDING_FILE).unlink()
+    with pytest.raises(ConfigInvalid, match=r"was not recorded.*Run the job again with `--record`"):
         replay_document(tmp_path, [])

@@ -237,3 +237,29 @@ def test_a_version_whose_base_was_deleted_does_not_stop_the_others(tmp_path: Pat
     publish(store, 5)
     assert tidy(store, {5}, keep_last=2) == [1, 2, 3]
     store.check(5)
+
+
+def test_a_version_kept_as_changes_is_lent_whole_until_it_is_taken_back(tmp_path: Path) -> None:
+    store, contents = VersionStore(tmp_path), {}
+    for version in range(6):
+        contents[version] = publish(store, version)
+        tidy(store, {version}, keep_last=50)
+    assert not store.is_whole(3)
+    assert store.can_be_had(3)
+    folders = store.lend([3, 2])
+    tidy(store, {5}, keep_last=1)
+    for version in (2, 3):
+        assert (folders[version] / shard_file(0)).read_bytes() == contents[version]
+    store.take_back([3, 2])
+    tidy(store, {5}, keep_last=1)
+    assert not store.is_whole(3)
+
+
+def test_a_version_that_is_gone_is_not_lent(tmp_path: Path) -> None:
+    store = VersionStore(tmp_path)
+    write(store.path(1), 1)
+    assert not store.can_be_had(0)
+    with pytest.raises(WeightsCorrupt, match="version 0"):
+        store.lend([0, 1])
+    write(store.path(2), 2)
+    assert tidy(store, {2}, keep_last=1) == [1]  # nothing stayed lent

@@ -1,0 +1,34 @@
+"""What an error's answer says, in sentences: JSON is for machines, and no error repeats it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+MAX_EXCERPT_CHARS = 500
+
+
+def sentences(body: str) -> list[str]:
+    """One per entry of `detail`: key, value, what is wrong, what is allowed.
+
+    Of a body without one, its beginning.
+    """
+    try:
+        detail = json.loads(body)["detail"]
+    except (ValueError, KeyError, TypeError):
+        return [body[:MAX_EXCERPT_CHARS]]
+    entries = detail if isinstance(detail, list) else [detail]
+    return [_sentence(entry) for entry in entries]
+
+
+def _sentence(entry: Any) -> str:
+    if not isinstance(entry, Mapping):
+        return str(entry)
+    text = str(entry.get("message") or entry.get("msg") or dict(entry))
+    key = entry.get("key") or ".".join(str(part) for part in entry.get("loc", ())[1:])
+    if key:
+        given = f" = {json.dumps(entry['value'])}" if entry.get("value") is not None else ""
+        text = f"{key}{given}: {text}"
+    allowed = entry.get("allowed")
+    if isinstance(allowed, list):
+        allowed = ", ".join(map(str, allowed))
+    return f"{text} (allowed: {allowed})" if allowed else text
