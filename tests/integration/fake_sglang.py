@@ -29,6 +29,8 @@ Fault = Literal[
     "drops_connection",
     "labels_nothing",  # success, and tokens go on carrying the old label
     "forgets_post_processing",  # loads; post-processing answers success and does nothing
+    "keeps_prefixes",  # the flush answers success and drops nothing
+    "keeps_prefixes_secretly",  # likewise, and no answer tells what came from the cache
 ]
 
 
@@ -41,6 +43,8 @@ class FakeServer:
     calls: list[str] = field(default_factory=list)
     url: str = ""
     label: str = "default"
+    stale: str = ".attn."  # tensors whose copies stay behind
+    page_size: int = 1
     chunk: int = 0  # scores behind so many tokens are of the token before
     breaks_next_health: bool = False  # the connection, not the server
     breaks_next_stream: bool = False  # in the middle of every sequence
@@ -48,7 +52,7 @@ class FakeServer:
     aborted: list[str] = field(default_factory=list)
     asked: list[list[list[int]]] = field(default_factory=list)  # input_ids of each stream
     _weights: dict[str, Any] = field(default_factory=dict)
-    _cached: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
+    _cached: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)  # prefix: weights
     _fault: Fault = "none"
     _pending: dict[str, Any] | None = None
     _goes_on: asyncio.Event = field(default_factory=asyncio.Event)  # cleared by a pause
@@ -104,13 +108,14 @@ class FakeServer:
         return await self._ok()
 
     async def _info(self) -> dict[str, Any]:
-        return {"version": "0.5.23", "tp_size": 1}
+        return {"version": "0.5.23", "tp_size": 1, "page_size": self.page_size}
 
     async def _model(self) -> dict[str, Any]:
         return {"weight_version": self.label, "model_path": "fake", "is_generation": True}
 
     async def _flush(self) -> dict[str, Any]:
-        self._cached.clear()
+        if not self._fault.startswith("keeps_prefixes"):
+            self._cached.clear()
         return await self._ok()
 
     async def _label(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +150,7 @@ class FakeServer:
         ):
             old, self._weights = self._weights, self._pending
             if self._fault == "keeps_stale_copy" and old:
-                stale = {name: old[name] for name in old if ".attn." in name}
+                stale = {name: old[name] for name in old if self.stale in name}
                 self._weights = self._weights | stale
         self._pending = None
         return await self._ok()
@@ -201,31 +206,45 @@ class FakeServer:
         self, ids: list[int], sampling: dict[str, Any], body: dict[str, Any]
     ) -> dict[str, Any]:
         new = [7] * sampling["max_new_tokens"]
-        scores = self._scores(ids + new) if self._weights else [0.0] * (len(ids + new) - 1)
+        start = int(body.get("logprob_start_len", -1))
+        prefix = self._longest_cached(ids, len(ids) - 1 if start < 0 else start)
+        scores = self._scores(ids + new, prefix) if self._weights else [0.0] * (len(ids + new) - 1)
         meta: dict[str, Any] = {
             "finish_reason": {"type": "length", "length": len(new)},
             "weight_version": self.label,
             "weight_versions": [{"version": self.label, "start": 0, "end": len(new)}],
+            "cached_tokens": 0 if self._fault == "keeps_prefixes_secretly" else len(prefix),
         }
         if body.get("return_logprob"):
             at = len(ids) - 1
             meta["output_token_logprobs"] = [
                 [score, token, None] for score, token in zip(scores[at:], new, strict=True)
             ]
-        if body.get("logprob_start_len") == 0:
+        if start >= 0:
             last = int(self._weights["head.weight"].shape[0]) - 1 if self._weights else -1
             told = [0 if token == last else token for token in ids]  # as SGLang does
             told = told[: self.chunk] + told[self.chunk - 1 : -1] if self.chunk else told
-            pairs = zip([None, *scores[: len(ids) - 1]], told, strict=True)
+            pairs = list(zip([None, *scores[: len(ids) - 1]], told, strict=True))[start:]
             meta["input_token_logprobs"] = [[score, token, None] for score, token in pairs]
+            meta["input_token_logprobs"][0][0] = None
         return {"output_ids": new, "meta_info": meta}
 
-    def _scores(self, ids: list[int]) -> list[float]:
-        """A prefix cached before an update answers for it until the cache is flushed."""
-        key = tuple(ids)
-        if key not in self._cached:
-            self._cached[key] = [float(x) for x in reference_logprobs(self._weights, ids)]
-        return self._cached[key]
+    def _longest_cached(self, ids: list[int], most: int) -> tuple[int, ...]:
+        """What of the beginning of `ids` was computed before, up to `most` tokens in whole pages.
+
+        Scores from the first token on are never taken from a cache, as in SGLang.
+        """
+        for length in range(most // self.page_size * self.page_size, 0, -self.page_size):
+            if (prefix := tuple(ids[:length])) in self._cached:
+                return prefix
+        return ()
+
+    def _scores(self, ids: list[int], prefix: tuple[int, ...]) -> list[float]:
+        """As the weights say that computed the prefix, until the cache is flushed."""
+        weights = self._cached.get(prefix, self._weights)
+        for length in range(1, len(ids) + 1):
+            self._cached.setdefault(tuple(ids[:length]), weights)
+        return [float(x) for x in reference_logprobs(weights, ids)]
 
 
 async def _broken() -> AsyncIterator[str]:

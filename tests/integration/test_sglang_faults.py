@@ -45,12 +45,15 @@ class Attached:
     folder: Path
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
-    async def activate(self, stored: dict[str, Tensor], *, bound: float = 1e-3) -> int:
+    async def activate(
+        self, stored: dict[str, Tensor], *, bound: float = 1e-3, noise: float = 0.0
+    ) -> int:
+        """The next version; `noise` is what the trainer's scores of it are off by."""
         number = next(self.numbers)
         staged = self.folder / f"staged-{number}"
         manifest = write_version(staged, stored, number)
         sequences = [
-            ProbeSequence(token_ids=ids, logprobs=reference_logprobs(stored, ids).tolist())
+            ProbeSequence(token_ids=ids, logprobs=_with_noise(stored, ids, noise, seed=number))
             for ids in PROBE
         ]
         commit = CommitUpdate(probe=Probe(sequences=sequences, max_mean_abs_delta=bound))
@@ -66,6 +69,14 @@ class Attached:
             seed=1,
         )
         return (await self.engine.generate(request))[0].version_spans
+
+
+def _with_noise(stored: dict[str, Tensor], ids: list[int], noise: float, seed: int) -> list[float]:
+    exact = reference_logprobs(stored, ids)
+    drawn: list[float] = (
+        exact + noise * np.random.default_rng(seed).normal(size=len(exact))
+    ).tolist()
+    return drawn
 
 
 @contextlib.asynccontextmanager
@@ -114,6 +125,8 @@ FAULTS: list[Fault] = [
     "drops_connection",
     "hangs",
     "labels_nothing",
+    "keeps_prefixes",
+    "keeps_prefixes_secretly",
 ]
 
 
@@ -133,26 +146,91 @@ async def test_a_fault_is_refused_and_the_old_version_serves(fault: Fault, tmp_p
         assert await world.sample() == [(number, 4)]
 
 
+def stepped(stored: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    """After `number` small steps in one direction; each moves log-probabilities by some 1e-3."""
+    generator = torch.Generator().manual_seed(3)
+    moved = dict(stored)
+    for name, tensor in stored.items():
+        if tensor.dtype in (torch.bfloat16, torch.float32) and tensor.dim() > 1:
+            signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+            moved[name] = (tensor.float() + 1e-3 * number * signs).to(tensor.dtype)
+        elif name.endswith("attn_sink"):
+            moved[name] = tensor + 0.02 * number
+    return moved
+
+
 async def test_one_small_step_that_is_not_taken_is_seen_below_the_probes_bound(
     tmp_path: Path,
 ) -> None:
     """A step of 1e-4 moves scores by 1e-3, and a job's bound is hundreds of times that."""
-    generator = torch.Generator().manual_seed(3)
-    stepped = dict(OLD)
-    for name, tensor in OLD.items():
-        if tensor.dtype == torch.bfloat16:
-            signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
-            stepped[name] = (tensor.float() + 1e-3 * signs).to(torch.bfloat16)
     async with attached(FakeServer(), tmp_path) as world:
         old = await world.activate(OLD, bound=0.5)
         world.fake.faults = ["ignores_weights"]
-        with pytest.raises(WeightsCorrupt, match="to the last bit those of the version before"):
-            await world.activate(stepped, bound=0.5)
+        with pytest.raises(WeightsCorrupt, match="did not move as the trainer did"):
+            await world.activate(stepped(OLD, 1), bound=0.5)
         assert await world.sample() == [(old, 4)]
-        new = await world.activate(stepped, bound=0.5)
+        new = await world.activate(stepped(OLD, 1), bound=0.5)
         assert await world.sample() == [(new, 4)]
-        same = await world.activate(stepped, bound=0.5)  # nothing has to move
+        same = await world.activate(stepped(OLD, 1), bound=0.5)  # nothing has to move
         assert await world.sample() == [(same, 4)]
+
+
+async def test_a_step_that_is_not_taken_is_seen_under_any_noise(tmp_path: Path) -> None:
+    """Where engine and trainer agree badly nothing tells a small step from noise but this: the
+    scores are to the last bit those of the version before."""
+    async with attached(FakeServer(), tmp_path) as world:
+        old = await world.activate(OLD, bound=0.5, noise=0.02)
+        world.fake.faults = ["ignores_weights"]
+        with pytest.raises(WeightsCorrupt, match="to the last bit those of the version before"):
+            await world.activate(stepped(OLD, 1), bound=0.5, noise=0.02)
+        assert await world.sample() == [(old, 4)]
+
+
+@pytest.mark.parametrize(
+    "stale",
+    ["attn_sink", "layers.2.attn", ".ffn.gate", "layers.1.", "hc_"],
+)
+async def test_a_copy_that_is_stale_in_part_is_refused_at_the_first_small_step(
+    tmp_path: Path, stale: str
+) -> None:
+    """A small part of the probe's bound is enough where the two sides agree as well as FP32."""
+    async with attached(FakeServer(stale=stale), tmp_path) as world:
+        old = await world.activate(OLD, bound=0.5)
+        world.fake.faults = ["keeps_stale_copy"]
+        with pytest.raises(WeightsCorrupt, match=f"since version {old} the engine did not move"):
+            await world.activate(stepped(OLD, 1), bound=0.5)
+        assert await world.sample() == [(old, 4)]
+        number = await world.activate(stepped(OLD, 1), bound=0.5)
+        assert await world.sample() == [(number, 4)]
+
+
+async def test_a_copy_that_is_stale_in_part_adds_up_against_the_first_version(
+    tmp_path: Path,
+) -> None:
+    """One step hides in the noise of the two sides; that the copy never moves does not."""
+    async with attached(FakeServer(stale="attn"), tmp_path) as world:
+        first = await world.activate(OLD, bound=5.0, noise=0.002)
+        world.fake.faults = ["keeps_stale_copy"] * 40
+        taken: list[int] = []
+
+        async def take_steps() -> None:
+            for number in range(1, 40):
+                await world.activate(stepped(OLD, number), bound=5.0, noise=0.002)
+                taken.append(number)
+
+        with pytest.raises(WeightsCorrupt, match=f"since version {first} the engine did not move"):
+            await take_steps()
+        assert 0 < len(taken) < 39
+
+
+async def test_a_prefix_of_whole_pages_is_looked_for(tmp_path: Path) -> None:
+    """A server with large pages caches no short prompt: the witness is as long as it takes."""
+    async with attached(FakeServer(page_size=16), tmp_path) as world:
+        old = await world.activate(OLD)
+        world.fake.faults = ["keeps_prefixes"]
+        with pytest.raises(WeightsCorrupt, match="16 of 32 tokens cached under the version before"):
+            await world.activate(NEW)
+        assert await world.sample() == [(old, 4)]
 
 
 async def test_post_processing_that_does_nothing_is_refused(tmp_path: Path) -> None:

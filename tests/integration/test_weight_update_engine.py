@@ -11,6 +11,8 @@ from torch import Tensor
 
 from services.rollout.engine.embedded import EmbeddedEngine
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.scheduler import Scheduler
+from services.rollout.engine.state_check import PrefixKept
 from services.rollout.engine.weights import build_version
 from services.rollout.models import deepseek_v4_weights
 from services.rollout.models.deepseek_v4_weights import Block, Derived, derive
@@ -300,21 +302,71 @@ def test_bad_tensors_are_named_and_the_old_version_serves(
     assert all(np.array_equal(a, b) for a, b in zip(before, logprobs(engine), strict=True))
 
 
-def test_state_kept_across_versions_shows_in_the_log_probabilities(
-    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
+def _forgets_nothing(scheduler: Scheduler) -> None:
+    """What a switch without its last line does."""
+
+
+def _forgets_prompts_alone(scheduler: Scheduler) -> None:
+    for prefix in scheduler._prefixes:
+        prefix.computed, prefix.logits = 0, None
+
+
+def _forgets_completions_alone(scheduler: Scheduler) -> None:
+    scheduler._slots.computed[:] = 0
+
+
+def _says_that_it_forgot(scheduler: Scheduler) -> None:
+    """Everything counts as not computed, and what is computed next lands elsewhere."""
+    _forgets_prompts_alone(scheduler)
+    _forgets_completions_alone(scheduler)
+    stale = scheduler._scorer.score_runs
+
+    def score_runs(runs, targets, temperature, *, version):  # type: ignore[no-untyped-def]
+        return stale(runs, targets, temperature, version=version) + np.float32(0.01)
+
+    scheduler._scorer.score_runs = score_runs  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "drop", [_forgets_nothing, _forgets_prompts_alone, _forgets_completions_alone]
+)
+@pytest.mark.parametrize("mode", ["in_place", "abort"])
+def test_a_prefix_kept_over_the_switch_is_refused_and_the_old_version_serves(
+    mode: PauseMode,
+    drop: Callable[[Scheduler], None],
+    engine: EmbeddedEngine,
+    publisher: Publisher,
+    weights: dict[str, dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The fault that neither probe nor checksum can see: what was computed stays in the cache."""
     publisher.activate(engine, weights["A"])
     engine.scheduler.add(request("g"))
-    run(engine, rounds=10)
-    table = engine.scheduler._slots
-    kept = table.computed.copy()
-    publisher.activate(engine, weights["B"])
-    table.computed[:] = kept
-    completions = run(engine)["g"]
-    assert [one.version_spans for one in completions] == [[(0, 11), (1, 19)]] * 4
-    with pytest.raises(AssertionError):
-        check_tokens_against_versions(completions, weights)
+    engine.scheduler.add(request("waits", samples=16, tokens=3))  # its prompt is computed already
+    run(engine, rounds=6)
+    monkeypatch.setattr(Scheduler, "_drop_state", drop)
+    with pytest.raises(PrefixKept, match="version 0 has computed was kept") as refused:
+        publisher.activate(engine, weights["B"], mode=mode, probe=probe_for(weights["B"]))
+    assert engine.policy_version == 0
+    ended = dict(refused.value.ended) | run(engine)
+    assert {one.version_spans[0][0] for found in ended.values() for one in found} == {0}
+    check_tokens_against_versions(ended["g"], weights)
+    monkeypatch.undo()
+    publisher.activate(engine, weights["B"], probe=probe_for(weights["B"]))
+    assert engine.policy_version == 2
+
+
+def test_a_cached_prompt_that_scores_otherwise_is_refused(
+    engine: EmbeddedEngine,
+    publisher: Publisher,
+    weights: dict[str, dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher.activate(engine, weights["A"])
+    probe = probe_for(weights["B"])
+    monkeypatch.setattr(Scheduler, "_drop_state", _says_that_it_forgot)
+    with pytest.raises(PrefixKept, match=r"cached before the switch is scored 0.01 off"):
+        publisher.activate(engine, weights["B"], probe=probe)
+    assert engine.policy_version == 0
 
 
 def test_a_version_with_another_effective_checksum_than_its_replicas_is_refused(
@@ -415,7 +467,7 @@ def check_tokens_against_versions(
             span = slice(0, first) if version == 0 else slice(first, None)
             ids = [5, 6, 7, 8, 9, *one.token_ids.tolist()]
             scores = fresh.score([ids], 1.0, None)[1][0][4:]
-            if np.abs(scores - one.logprobs)[span].max() >= 1e-5:
+            if np.abs(scores - one.logprobs)[span].max(initial=0.0) >= 1e-5:
                 check_branches(ids, one.logprobs, span, weights[name])
 
 

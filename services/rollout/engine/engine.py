@@ -209,7 +209,7 @@ async def running_engine(spec: EngineSpec) -> AsyncIterator[Engine]:
 
 def _command(spec: EngineSpec) -> list[str]:
     if spec.server is None:
-        return [sys.executable, "-m", "services.rollout.engine.embedded"]
+        return [sys.executable, "-m", "services.rollout.engine.embedded_child"]
     return [spec.server.python or sys.executable, "-m", "services.rollout.engine.sglang"]
 
 

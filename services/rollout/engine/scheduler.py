@@ -24,7 +24,8 @@ from services.rollout.engine.checks import (
 )
 from services.rollout.engine.requests import Completion, GroupRequest
 from services.rollout.engine.routes import Recording, RouteTable
-from services.rollout.engine.sampling import Draws, sample, token_logprobs
+from services.rollout.engine.sampling import Draws, sample
+from services.rollout.engine.scoring import Scorer
 from services.rollout.engine.slots import Group, SlotTable
 from services.rollout.engine.weights import LoadedVersion
 from services.rollout.models.deepseek_v4 import Choices, Sampler
@@ -78,9 +79,9 @@ class Scheduler:
         self.tokens_sampled = 0
         self.model = model
         self._slots = SlotTable(limits.max_running, limits.max_tokens)
-        first, count = limits.max_running, limits.num_prefixes
+        # One more row than completions can have: the witness of updates.
+        first, count = limits.max_running + 1, limits.num_prefixes
         self._free_prefixes = list(range(first, first + count))
-        self._scoring = np.arange(first + count, first + 2 * count)
         self._recording = recording
         self._routes = RouteTable(
             model.arch, recording, num_rows=first + count, max_tokens=limits.max_tokens
@@ -91,6 +92,12 @@ class Scheduler:
             max_tokens=limits.max_tokens,
             dtype=dtype,
             device=device,
+        )
+        self._scorer = Scorer(
+            model,
+            self._cache,
+            slots=range(first + count, first + 2 * count),
+            chunk_tokens=limits.chunk_tokens,
         )
         self._dtype = dtype
         self._device = device
@@ -169,10 +176,34 @@ class Scheduler:
             elif mode == "retract":
                 self._retract_all()
         self.version = version
-        self._slots.computed[:] = 0
-        for prefix in self._prefixes:
-            prefix.computed, prefix.logits = 0, None
+        self._drop_state()
         return ended
+
+    @property
+    def has_state(self) -> bool:
+        """Whether anything that was computed is still taken for computed."""
+        kept = any(prefix.computed or prefix.logits is not None for prefix in self._prefixes)
+        return kept or bool(self._slots.computed.any())
+
+    def score_witness(self, token_ids: np.ndarray, *, until: int) -> np.ndarray:
+        """FP32 log-probabilities of tokens ..`until`, on top of whatever state its slot has.
+
+        The slot is a row of the running completions' table and of the cache as theirs are, so that
+        a switch which does not drop their state does not drop the witness's.
+        """
+        assert self.version is not None
+        slot, table = self.limits.max_running, self._slots
+        start = int(table.computed[slot])
+        run = Run(slot, start, token_ids[start:until])
+        scores = self._scorer.score_runs(
+            [run], token_ids[start + 1 : until + 1], 1.0, version=self.version
+        )
+        table.computed[slot] = until
+        return scores
+
+    def forget_witness(self) -> None:
+        """Its slot is no completion's, and holds nothing from here on."""
+        self._slots.computed[self.limits.max_running] = 0
 
     @property
     def is_recomputing(self) -> bool:
@@ -191,11 +222,7 @@ class Scheduler:
         """FP32 log-probabilities of tokens 1.. of each sequence, by the prefill path."""
         for number, sequence in enumerate(sequences):
             check_tokens(sequence, self.model.arch, self.limits.max_tokens, f"sequence {number}")
-        scores: list[np.ndarray] = []
-        for first in range(0, len(sequences), len(self._scoring)):
-            batch = sequences[first : first + len(self._scoring)]
-            scores += self._score_batch(batch, temperature, version)
-        return scores
+        return self._scorer.score(sequences, temperature, version=version)
 
     # ---------------------------------------------------------------- one round
 
@@ -334,6 +361,11 @@ class Scheduler:
         del self._groups[group.request.request_id]
         return _in_order(group)
 
+    def _drop_state(self) -> None:
+        self._slots.computed[:] = 0
+        for prefix in self._prefixes:
+            prefix.computed, prefix.logits = 0, None
+
     def _retract_all(self) -> None:
         """Running completions give up their slots and go back to the head of the queue."""
         for slot in self._slots.is_running.nonzero()[0][::-1]:
@@ -361,37 +393,6 @@ class Scheduler:
     def _drop_prefix(self, prefix: _Prefix) -> None:
         self._prefixes.remove(prefix)
         self._free_prefixes.append(prefix.slot)
-
-    # ---------------------------------------------------------------- scoring
-
-    def _score_batch(
-        self, sequences: list[np.ndarray], temperature: float, version: LoadedVersion
-    ) -> list[np.ndarray]:
-        pieces: list[list[np.ndarray]] = [[] for _ in sequences]
-        longest = max(len(sequence) for sequence in sequences)
-        for start in range(0, longest - 1, self.limits.chunk_tokens):
-            end = start + self.limits.chunk_tokens
-            rows = [i for i, sequence in enumerate(sequences) if len(sequence) - 1 > start]
-            # The last token of a sequence predicts nothing that is asked for.
-            chunks = [sequences[i][start : min(end, len(sequences[i]) - 1)] for i in rows]
-            of_rows = list(zip(rows, chunks, strict=True))
-            nexts = [sequences[i][start + 1 : start + 1 + len(chunk)] for i, chunk in of_rows]
-            runs = [Run(int(self._scoring[i]), start, chunk) for i, chunk in of_rows]
-            scores = self._score_runs(runs, np.concatenate(nexts), temperature, version)
-            sizes = np.cumsum([len(chunk) for chunk in chunks])[:-1]
-            for i, piece in zip(rows, np.split(scores, sizes), strict=True):
-                pieces[i].append(piece)
-        return [np.concatenate(parts) for parts in pieces]
-
-    @torch.inference_mode()
-    def _score_runs(
-        self, runs: list[Run], targets: np.ndarray, temperature: float, version: LoadedVersion
-    ) -> np.ndarray:
-        step = self._cache.prefill_step(runs)
-        hidden = self.model.hidden(version.derived, self._cache, step)[: len(targets)]
-        logits = self.model.logits(version.derived, hidden)
-        wanted = torch.from_numpy(targets.astype(np.int64)).to(self._device)
-        return token_logprobs(logits, wanted, temperature).cpu().numpy()
 
     @property
     def _weights(self):  # type: ignore[no-untyped-def]

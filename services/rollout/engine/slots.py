@@ -35,28 +35,30 @@ class Group:
 
 
 class SlotTable:
-    """`num_slots` rows; `max_tokens` bounds prompt and response together."""
+    """`num_slots` rows and one that no completion gets; `max_tokens` bounds prompt and response
+    together."""
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.free = list(range(num_slots - 1, -1, -1))
-        self.group: list[Group | None] = [None] * num_slots
-        self.index = np.zeros(num_slots, np.int64)
-        self.tokens = np.zeros((num_slots, max_tokens), np.int32)
-        self.logprobs = np.zeros((num_slots, max_tokens), np.float32)  # at the token's position
-        self.num_prompt = np.zeros(num_slots, np.int64)
-        self.num_tokens = np.zeros(num_slots, np.int64)
-        self.limit = np.zeros(num_slots, np.int64)  # num_tokens at which it ends
-        self.computed = np.zeros(num_slots, np.int64)
-        self.is_running = np.zeros(num_slots, bool)
-        self._key = np.zeros(num_slots, np.uint64)
-        self._temperature = np.ones(num_slots, np.float32)
-        self._top_p = np.ones(num_slots, np.float32)
-        self._top_k = np.zeros(num_slots, np.int64)
-        self._min_p = np.zeros(num_slots, np.float32)
-        self._stops = np.full((num_slots, 1), -1, np.int64)
-        self._spans: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]
-        self._span_start = np.zeros(num_slots, np.int64)  # num_tokens when the version came
+        rows = num_slots + 1
+        self.group: list[Group | None] = [None] * rows
+        self.index = np.zeros(rows, np.int64)
+        self.tokens = np.zeros((rows, max_tokens), np.int32)
+        self.logprobs = np.zeros((rows, max_tokens), np.float32)  # at the token's position
+        self.num_prompt = np.zeros(rows, np.int64)
+        self.num_tokens = np.zeros(rows, np.int64)
+        self.limit = np.zeros(rows, np.int64)  # num_tokens at which it ends
+        self.computed = np.zeros(rows, np.int64)
+        self.is_running = np.zeros(rows, bool)
+        self._key = np.zeros(rows, np.uint64)
+        self._temperature = np.ones(rows, np.float32)
+        self._top_p = np.ones(rows, np.float32)
+        self._top_k = np.zeros(rows, np.int64)
+        self._min_p = np.zeros(rows, np.float32)
+        self._stops = np.full((rows, 1), -1, np.int64)
+        self._spans: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+        self._span_start = np.zeros(rows, np.int64)  # num_tokens when the version came
 
     @property
     def num_running(self) -> int:

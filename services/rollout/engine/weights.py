@@ -5,7 +5,6 @@ architecture's, its derived state gives back what was published, and it scores t
 trainer, does the engine switch to it; until then a failure costs nothing but the candidate.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from services.rollout.engine.probing import Proven
 from services.rollout.models.deepseek_v4_weights import Derived, derive, effective, published
 from shared.errors import WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
@@ -25,10 +25,9 @@ from shared.weights.dtypes import TORCH_DTYPES
 from shared.weights.effective import effective_checksum
 from shared.weights.group import check_bytes, receive_shards
 from shared.weights.manifest import INCOMING_FILE, Manifest, ShardEntry, shard_file
-from shared.weights.protocol import GroupTransfer, Probe, ProbeSequence
+from shared.weights.protocol import GroupTransfer
 
 Derive = Callable[[Architecture, Mapping[str, Tensor]], Derived]
-Score = Callable[[Derived, list[np.ndarray]], list[np.ndarray]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Candidate:
 
     version: LoadedVersion
     seconds: dict[str, float]
-    probe_delta: float | None
+    proven: Proven | None  # its probe
 
 
 def read_canonical(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
@@ -108,16 +107,19 @@ def build_version(
 
 def check_effective(arch: Architecture, version: LoadedVersion) -> None:
     """WeightsCorrupt unless the derived state is that of the canonical tensors."""
+    if (name := first_departing(arch, version)) is not None:
+        raise WeightsCorrupt(f"version {version.policy_version}: {name} is not what was published")
+
+
+def first_departing(arch: Architecture, version: LoadedVersion) -> str | None:
+    """The first tensor whose derived state is not that of its canonical values; None: all are."""
     values = ((name, value.cpu().numpy()) for name, value in published(arch, version.canonical))
-    expected = effective_checksum(values)
-    if version.checksum == expected:
-        return
+    if version.checksum == effective_checksum(values):
+        return None
     kept = dict(effective(arch, version.derived))
     for name, value in published(arch, version.canonical):
         if not torch.equal(kept[name].cpu(), value.cpu()):
-            raise WeightsCorrupt(
-                f"version {version.policy_version}: {name} is not what was published"
-            )
+            return name
     raise AssertionError("checksums differ and every value is equal")
 
 
@@ -128,28 +130,6 @@ def check_replicas(version: LoadedVersion, expected: str | None) -> None:
             f"version {version.policy_version}: effective checksum {version.checksum}, other "
             f"servers have {expected}"
         )
-
-
-def run_probe(probe: Probe, score: Callable[[list[np.ndarray]], list[np.ndarray]]) -> float | None:
-    """Mean |Δ log p| between the candidate and the trainer; WeightsCorrupt beyond the bound."""
-    if not probe.sequences:
-        return None
-    scores = score([np.array(one.token_ids, np.int32) for one in probe.sequences])
-    expected = np.concatenate([np.array(one.logprobs, np.float64) for one in probe.sequences])
-    found = np.concatenate(scores)
-    if expected.shape != found.shape:
-        raise ValueError(f"the probe has {len(expected)} log-probabilities for {len(found)} tokens")
-    compared = np.concatenate([_is_compared(one) for one in probe.sequences])
-    delta = float(np.abs(found - expected)[compared].mean())
-    if not math.isfinite(delta) or delta > probe.max_mean_abs_delta:
-        bound = probe.max_mean_abs_delta
-        raise WeightsCorrupt(f"probe: mean |delta log p| {delta:.4g} exceeds {bound:g}")
-    return delta
-
-
-def _is_compared(sequence: ProbeSequence) -> np.ndarray:
-    """Of tokens 1..T-1, those that are not mere context."""
-    return np.arange(1, len(sequence.token_ids)) >= sequence.num_context_tokens
 
 
 class Stopwatch:

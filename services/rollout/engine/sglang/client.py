@@ -88,6 +88,12 @@ class SGLangClient:
         """The same of a body that only asks for log-probabilities."""
         return await self.generate(body, timeout_s=timeout_s)
 
+    async def generate_by_each(
+        self, body: dict[str, Any], *, timeout_s: float
+    ) -> list[list[dict[str, Any]]]:
+        """The same by every server that there is, in one order."""
+        return [await self.generate(body, timeout_s=timeout_s)]
+
     async def abort(self, request_id: str) -> None:
         """End one sequence; its answer comes with what it had."""
         await self._http.post(

@@ -159,15 +159,16 @@ def _sampling(request: GroupRequest, sequence: Sequence, max_new_tokens: int) ->
     }
 
 
-def score_body(sequences: list[list[int]], *, call_id: str) -> dict[str, Any]:
-    """A `/generate` call that samples nothing of use and gives each prompt's log-probabilities."""
+def score_body(sequences: list[list[int]], *, call_id: str, start: int = 0) -> dict[str, Any]:
+    """A `/generate` call that samples nothing of use and gives each prompt's log-probabilities,
+    those of the tokens after `start`. What comes before may be read from the prefix cache."""
     return {
         "rid": [sequence_id(call_id, index) for index in range(len(sequences))],
         "input_ids": sequences,
         "sampling_params": [{"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}]
         * len(sequences),
         "return_logprob": True,
-        "logprob_start_len": 0,
+        "logprob_start_len": start,
     }
 
 

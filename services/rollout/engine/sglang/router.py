@@ -94,6 +94,11 @@ class RoutedClient(SGLangClient):
                 )
         return found[0]
 
+    async def generate_by_each(
+        self, body: dict[str, Any], *, timeout_s: float
+    ) -> list[list[dict[str, Any]]]:
+        return await self._all(lambda worker: worker.generate(body, timeout_s=timeout_s))
+
     async def abort(self, request_id: str) -> None:
         await self._all(lambda worker: worker.abort(request_id))
 

@@ -10,7 +10,7 @@ first healed by a fresh server of the new version.
 import asyncio
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import structlog
 from torch import Tensor
 
+from services.rollout.engine.probing import Proven, next_anchor, prove
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.checkpoint import server_config, write_folder
 from services.rollout.engine.sglang.client import ServerRefused
@@ -28,7 +29,13 @@ from services.rollout.engine.sglang.routes import Tables
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import Disk, Transport
-from services.rollout.engine.weights import Stopwatch, read_canonical, run_probe
+from services.rollout.engine.sglang.witness import (
+    PrefixKept,
+    cache_witness,
+    check_forgotten,
+    witness_of,
+)
+from services.rollout.engine.weights import Stopwatch, read_canonical
 from services.rollout.models.deepseek_v4_weights import published
 from shared.errors import DeadlineExceeded, HttpFailed, WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
@@ -45,14 +52,13 @@ FIRST = "first"  # folder of the checkpoint that a server starts with, before an
 
 @dataclass(frozen=True, slots=True)
 class Good:
-    """A version that was proven: its folder, and what the server scored for its probe."""
+    """A version that was proven, and the folder that it is loaded from again."""
 
     policy_version: int
     folder: Path
     checksum: str
     tables: Tables  # of its hash layers
-    probe: Probe | None = None
-    scores: list[np.ndarray] = field(default_factory=list)
+    proven: Proven | None = None  # its probe
 
 
 class Versions:
@@ -70,6 +76,7 @@ class Versions:
         self.engine = engine
         self.good: Good | None = None
         self.restarts = 0
+        self._anchor: Proven | None = None  # of the probes
         self._spec = spec
         self._folder = folder
         self._dialect = dialect
@@ -97,7 +104,6 @@ class Versions:
         finally:
             self.engine.open_gate()
         watch.lap("resume_s")
-        delta = _mean_abs_delta(proven)
         seconds = watch.seconds
         # The server loads and is probed while nothing is sampled.
         seconds["pause_s"] += seconds["restore_s"] + seconds["probe_s"]
@@ -105,7 +111,7 @@ class Versions:
         return {
             "version": proven.policy_version,
             **seconds,
-            "probe_mean_abs_delta": delta,
+            "probe_mean_abs_delta": proven.proven and proven.proven.mean_abs_delta,
             "effective_checksum": proven.checksum,
         }
 
@@ -162,8 +168,11 @@ class Versions:
             await self._load(candidate.folder, self.transport)
             watch.lap("restore_s")
             try:
+                if before is not None:
+                    await self._check_forgotten(before)
                 proven = await self._prove(candidate, commit.probe)
-                _check_moved(before, proven.scores)
+                if before is not None:
+                    _check_moved(before.scores, proven.proven)
             except WeightsCorrupt as err:
                 proven = await self._heal(candidate, commit.probe, err)
             await self._label(proven)
@@ -176,15 +185,24 @@ class Versions:
         watch.lap("probe_s")
         return proven
 
-    async def _scores_before(self, candidate: Good, probe: Probe | None) -> list[np.ndarray]:
-        """Of the probe by the version that is to be replaced, where the two differ."""
-        if probe is None or self.good is None or self.good.checksum == candidate.checksum:
-            return []
+    async def _scores_before(self, candidate: Good, probe: Probe | None) -> "_Before | None":
+        """What the version that is to be replaced says to the probe, where the two differ."""
+        sequences = [] if probe is None else [one.token_ids for one in probe.sequences]
+        if not sequences or self.good is None or self.good.checksum == candidate.checksum:
+            return None
         client = self._server.client
         await client.go_on()  # paused, it would score nothing; the gate lets nobody else in
-        scores = await self._scores([one.token_ids for one in probe.sequences])
+        scores = await self._scores(sequences)
+        page_size = int((await client.info()).get("page_size") or 1)
+        limit = self.engine.spec.context_length
+        witness = witness_of(sequences, page_size=page_size, most=limit)
+        await cache_witness(client, witness)
         await client.pause("abort")
-        return scores
+        return _Before(scores, witness)
+
+    async def _check_forgotten(self, before: "_Before") -> None:
+        vocab_size = self.engine.spec.arch.vocab_size
+        await check_forgotten(self._server.client, before.witness, vocab_size=vocab_size)
 
     async def _load(self, folder: Path, transport: Transport) -> None:
         client, limit_s = self._server.client, self._spec.update_deadline_s
@@ -195,15 +213,17 @@ class Versions:
 
     async def _prove(self, version: Good, probe: Probe | None) -> Good:
         """Score the probe through the server; WeightsCorrupt beyond its bound."""
-        sequences = [] if probe is None else [one.token_ids for one in probe.sequences]
-        scores = await self._scores(sequences)
-        if probe is not None:
-            run_probe(probe, lambda _: scores)
-        return replace(version, probe=probe, scores=scores)
+        if probe is None or not probe.sequences:
+            return version
+        scores = await self._scores([one.token_ids for one in probe.sequences])
+        proven = prove(version.policy_version, probe, scores, anchor=self._anchor)
+        return replace(version, proven=proven)
 
     async def _heal(self, candidate: Good, probe: Probe | None, err: WeightsCorrupt) -> Good:
-        """A fresh server of the new version, where the server is known to keep stale state."""
-        if not self._server.is_ours or self._spec.tensor_parallel == 1:
+        """A fresh server of the new version, where the server is known to keep what is old: state
+        at tensor parallel above 1, or prefixes that it was told to drop."""
+        is_known = self._spec.tensor_parallel > 1 or isinstance(err, PrefixKept)
+        if not self._server.is_ours or not is_known:
             await self._go_back(str(err))
             raise err
         log.warning("sglang_state_stale", remedy="restart", error=str(err))
@@ -232,10 +252,10 @@ class Versions:
 
     async def _prove_same(self, good: Good) -> None:
         """WeightsCorrupt unless the server scores as it did when this version was proven."""
-        if good.probe is None or not good.scores:
+        if good.proven is None:
             return
-        found = await self._scores([one.token_ids for one in good.probe.sequences])
-        delta = float(np.abs(np.concatenate(found) - np.concatenate(good.scores)).mean())
+        found = await self._scores([one.token_ids for one in good.proven.probe.sequences])
+        delta = float(np.abs(np.concatenate(found) - np.concatenate(good.proven.scores)).mean())
         if not delta <= SAME_SCORES:
             raise WeightsCorrupt(
                 f"version {good.policy_version} came back with mean |delta log p| {delta:.3g}"
@@ -247,6 +267,7 @@ class Versions:
 
     def _serve(self, proven: Good) -> None:
         before, self.good = self.good, proven
+        self._anchor = next_anchor(self._anchor, proven.proven)
         self.engine.policy_version = proven.policy_version
         self.engine.tables = proven.tables
         if before is not None:
@@ -262,13 +283,22 @@ def _canonical(arch: Architecture, manifest: Manifest, staged: Path) -> dict[str
     return canonical
 
 
-def _check_moved(before: list[np.ndarray], after: list[np.ndarray]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """Said by the version that is replaced: scores of the probe, and a prompt that is cached."""
+
+    scores: list[np.ndarray]
+    witness: list[int]
+
+
+def _check_moved(before: list[np.ndarray], proven: Proven | None) -> None:
     """WeightsCorrupt when other weights score as the old ones did, to the last bit.
 
     One optimiser step moves log-probabilities by far less than a probe's bound, so that a server
     which said "success" and took nothing would pass it.
     """
-    if before and all(np.array_equal(one, two) for one, two in zip(before, after, strict=True)):
+    after = [] if proven is None else proven.scores
+    if all(np.array_equal(one, two) for one, two in zip(before, after, strict=True)):
         num_tokens = sum(len(one) for one in before)
         raise WeightsCorrupt(
             f"probe: {num_tokens} log-probabilities are to the last bit those of the version before"
@@ -296,9 +326,3 @@ def tables_of(canonical: Mapping[str, Tensor]) -> Tables:
         for name, table in canonical.items()
         if name.startswith("layers.") and name.endswith(".tid2eid")
     }
-
-
-def _mean_abs_delta(version: Good) -> float | None:
-    if version.probe is None:
-        return None
-    return run_probe(version.probe, lambda _: version.scores)
