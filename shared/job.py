@@ -41,9 +41,10 @@ class Job(Section):
     mode: Literal["train", "rollout_only", "train_only"] = "train"
     """rollout_only samples, grades and records with the first weights; a step is then so many
     groups. train_only trains the steps of a recording, without samplers."""
-    deterministic: bool = False
+    deterministic: bool | None = None
     """Take groups in draw order, whatever order they arrive in: the same job twice gives the same
-    groups. Needs `algorithm.max_lag = 0`."""
+    groups, metrics and weights. Needs `algorithm.max_lag = 0`, and follows from it if left out,
+    unless `sampling.extra_samples` or `sampling.max_wait_s` makes steps depend on time."""
     record: bool = False
     """Keep every group that arrives, for `replay` and `explain`."""
     warm_up: WarmUpSection | None = None
@@ -112,12 +113,19 @@ class Job(Section):
                 f"sampling.interrupted 'discard' needs update.pause_mode 'abort': with "
                 f"{self.update.pause_mode!r} an update interrupts no completion"
             )
-        timed = self.sampling.extra_samples or self.sampling.max_wait_s
         if self.warm_up and (self.warm_up.steps >= self.steps or self.mode == "rollout_only"):
             raise ValueError(
                 f"warm_up.steps {self.warm_up.steps} are the first of steps {self.steps}: there "
                 "must be more, and mode 'rollout_only' trains none"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _determinism_fits(self) -> Self:
+        timed = bool(self.sampling.extra_samples or self.sampling.max_wait_s)
+        if self.deterministic is None:  # told as what it comes to
+            follows = self.algorithm.max_lag == 0 and not timed
+            object.__setattr__(self, "deterministic", follows)
         if self.deterministic and timed:
             raise ValueError(
                 "deterministic jobs do not depend on time: leave out sampling.extra_samples and "
@@ -126,7 +134,7 @@ class Job(Section):
         if self.deterministic and self.algorithm.max_lag:
             raise ValueError(
                 f"deterministic needs algorithm.max_lag 0, not {self.algorithm.max_lag}: what a "
-                "stale sample was drawn with depends on time"
+                "stale sample was drawn with depends on time. Left out, it follows from max_lag"
             )
         return self
 
@@ -155,6 +163,17 @@ class Job(Section):
         """The actor's ranks."""
         sizes = self.actor.parallel.model_dump()
         return Layout(world=self.cluster.num_ranks, **sizes)
+
+    @property
+    def asks_in_waves(self) -> bool:
+        """Whether prompts are drawn only once all that were drawn before have arrived.
+
+        A deterministic job needs it where spare groups are in flight, or a step ends by its share
+        of usable groups. Any other draws the same at whatever order of arrival: the fewest prompts,
+        from where the last step ended, that have a step's worth of usable groups among them.
+        """
+        by_order = self.sampling.oversampling > 1 or self.sampling.min_usable_share > 0
+        return bool(self.deterministic) and by_order
 
     @property
     def max_sample_tokens(self) -> int:

@@ -53,6 +53,7 @@ def replay_document(run_dir: Path, changes: list[str]) -> dict[str, Any]:
         )
     document |= {"mode": "train_only", "recording": str(run_dir.resolve()), "record": False}
     document |= {"eval": None, "name": f"{document['name'][:34]}-replay"}
+    document.pop("deterministic", None)  # it follows from what `changes` say of the lag
     document["algorithm"] = beyond_its_name(document.get("algorithm") or {})
     change_document(document, changes)
     return document

@@ -112,18 +112,21 @@ class Collector:
         ends_s = began_s + deadline_s
         wanted = self._admission.groups_per_step
         while True:
+            self._changed.clear()
             await self._drop_outdated()
             bound = self._bound_hit(began_s)
             enough = len(self._kept) >= wanted
-            if (enough or bound) and not self._is_awaited():
-                break
+            if not self._is_awaited():
+                if enough or bound:
+                    break
+                if self._source.job.asks_in_waves:
+                    await self._feeder.fill(next_wave=True)
             left_s = ends_s - time.monotonic()
             if left_s <= 0:
                 have = f"{len(self._kept)} of {wanted} groups are there"
                 raise DeadlineExceeded(
                     f"the groups of step {self._progress.step + 1}: {have}", deadline_s
                 )
-            self._changed.clear()
             await wait_for_event(self._changed, min(left_s, 1.0))
         if not enough:
             self._be_short(bound or "")
@@ -221,8 +224,6 @@ class Collector:
             self._kept[name] = KeptGroup(delivery.entry_id, scored, rewards, routes)
             if self._recording is not None and routes is not None:
                 self._recording.keep_routes(name, routes)
-            if self._source.job.deterministic:  # the last of a wave lets the next one begin
-                await self._feeder.fill()
 
     def _checked(self, prompt: PromptGroup) -> Group:
         """The books' entry of the group, if the prompt is the one that was drawn."""
@@ -307,7 +308,7 @@ class Collector:
 
     def _is_awaited(self) -> bool:
         """Deterministic jobs choose only once all that was drawn is there."""
-        return self._source.job.deterministic and self._books.num_open() > len(self._kept)
+        return bool(self._source.job.deterministic) and self._books.num_open() > len(self._kept)
 
     def _bound_hit(self, began_s: float) -> str | None:
         """In words, if the step must do with what is there."""

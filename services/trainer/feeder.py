@@ -17,7 +17,7 @@ from services.trainer.events import EventMaker
 from services.trainer.prompts import NoPromptFits, PromptSource, TooLong, group_id
 from shared import topology
 from shared.messages import PromptGroup
-from shared.streams import publish_many
+from shared.ranked import publish_ranked
 
 log = structlog.get_logger()
 
@@ -45,10 +45,13 @@ class Feeder:
         self.quiet = asyncio.Lock()  # held while drawn groups are on their way to the stream
         self._entry_ids: dict[str, bytes] = {}  # of prompts that this process published
 
-    async def fill(self) -> int:
-        """Draw a prompt for every free slot; how many groups were opened."""
+    async def fill(self, *, next_wave: bool = False) -> int:
+        """Draw a prompt for every free slot; how many groups were opened.
+
+        Of a job that asks in waves, a step's second one and later ones are drawn with `next_wave`.
+        """
         async with self.quiet:
-            groups = self._draw_for_free_slots()
+            groups = self._draw_for_free_slots(next_wave)
             await self._publish(groups)
         return len(groups)
 
@@ -79,10 +82,12 @@ class Feeder:
         for name in group_ids:
             self._entry_ids.pop(name, None)
 
-    def _draw_for_free_slots(self) -> list[PromptGroup]:
+    def _draw_for_free_slots(self, next_wave: bool) -> list[PromptGroup]:
         num_open = self._books.num_open()
-        if self._source.job.deterministic and num_open > self.num_kept():
-            return []  # a wave at a time, so that what is drawn does not depend on who comes first
+        if self._source.job.asks_in_waves and (
+            num_open > self.num_kept() or (self._num_dropped_meanwhile() and not next_wave)
+        ):
+            return []  # what is drawn must not depend on who comes first
         num_free = min(
             self._admission.max_open(self._progress) - num_open,
             self._admission.max_drawn_per_step() - num_open - self._num_dropped_meanwhile(),
@@ -130,9 +135,21 @@ class Feeder:
         return Draw(draw, name, version, "too_long", event)
 
     async def _publish(self, groups: list[PromptGroup]) -> None:
-        if groups:
-            # Long prompts first: what takes longest must not begin last. Ties keep their order.
-            groups = sorted(groups, key=lambda group: -len(group.prompt_token_ids))
-            bodies = [group.pack() for group in groups]
-            ids = await publish_many(self._redis, self._stream, bodies)
-            self._entry_ids |= zip((group.group_id for group in groups), ids, strict=True)
+        if not groups:
+            return
+        ids, moved = await publish_ranked(
+            self._redis,
+            self._stream,
+            [(rank(group), group.pack()) for group in groups],
+            group=topology.SAMPLERS,
+        )
+        for name, entry_id in self._entry_ids.items():
+            self._entry_ids[name] = moved.get(entry_id, entry_id)
+        self._entry_ids |= zip((group.group_id for group in groups), ids, strict=True)
+
+
+def rank(group: PromptGroup) -> str:
+    """Whose turn is earlier goes first, and of those the longest prompt: what takes longest must
+    not begin last. `min_policy_version` tells the turn."""
+    shortness = 10**12 - len(group.prompt_token_ids)
+    return f"{group.min_policy_version:012d} {shortness:012d} {group.draw:012d}"

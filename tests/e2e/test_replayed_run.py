@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 STEPS = 3
 CHANGES = [
     f"steps={STEPS}",
-    "deterministic=true",
     "record=true",
     "algorithm.max_lag=0",
     "sampling.groups_per_step=3",

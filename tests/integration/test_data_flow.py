@@ -157,6 +157,37 @@ async def test_long_prompts_are_asked_first(redis: Redis, tmp_path: Path) -> Non
         await conductor.close(None)
 
 
+async def waiting_lengths(redis: Redis) -> list[int]:
+    """Of the prompts that no server has read, in the order in which they would be."""
+    stream = topology.prompts(JOB_ID)
+    (about,) = await redis.xinfo_groups(stream)
+    entries = await redis.xrange(stream, min=f"({about['last-delivered-id'].decode()}")
+    return [len(PromptGroup.unpack(fields[b"body"]).prompt_token_ids) for _, fields in entries]
+
+
+async def test_long_prompts_are_asked_first_over_a_whole_step(redis: Redis, tmp_path: Path) -> None:
+    """What replaces a dropped group overtakes shorter prompts that nobody has read yet."""
+    rows = ["a" * length for length in (3, 30, 7, 12, 40)]
+    job = make_job(data={"path": "/nowhere/rows.jsonl", "shuffle": False}, steps=2)
+    async with running_world(redis, tmp_path / "run", job=job, rows=rows, servers=0) as world:
+        conductor = world.conductor()
+        parts, stream = conductor.parts, topology.prompts(JOB_ID)
+        parts.progress.published_version = 0
+        await redis.xgroup_create(stream, topology.SAMPLERS, id="0", mkstream=True)
+        await parts.feeder.fill()
+        await redis.xreadgroup(topology.SAMPLERS, "rollout-0", {stream: ">"}, count=1)
+        assert await waiting_lengths(redis) == [7, 3]
+        for draw, left in ((1, [12, 7, 3]), (2, [40, 12, 3])):
+            (entry,) = [one for one in parts.books.open_groups() if one.draw == draw]
+            await parts.feeder.withdraw([entry.group_id])
+            await parts.collector.drop([entry], reason="surplus")
+            await parts.feeder.fill()
+            assert await waiting_lengths(redis) == left
+        await parts.feeder.withdraw([f"{JOB_ID}.g000000"])  # also one that was overtaken twice
+        assert await waiting_lengths(redis) == [40, 12]
+        await conductor.close(None)
+
+
 @pytest.mark.parametrize("rows", [["one", "two"], ["same"] * 10])
 async def test_few_or_equal_rows_are_groups_of_their_own(
     redis: Redis, tmp_path: Path, rows: list[str]
@@ -239,16 +270,19 @@ def act_in(conductor: Conductor, phase: str, act: Callable[[], None]) -> None:
         "restore": (parts.keeper, "restore"),
         "warm-up": (parts.keeper, "train"),
         "preflight": (parts.preflight, "run"),
+        "collecting": (parts.collector, "take"),
+        "committing": (parts.publisher, "wait_served"),
+        "evaluating": (parts.evals, "wait_all"),
     }[phase]
     original = getattr(holder, name)
 
-    async def acting(*args: Any) -> Any:
+    async def acting(*args: Any, **named: Any) -> Any:
         if not done.is_set():
             done.set()
             act()
-            if phase == "preflight":  # it takes its time, and a job that is left does not wait
+            if phase not in ("restore", "warm-up"):  # a job that is left waits for nobody else
                 await asyncio.sleep(60)
-        return await original(*args)
+        return await original(*args, **named)
 
     setattr(holder, name, acting)
 
@@ -281,6 +315,37 @@ async def test_a_job_is_left_before_its_first_group_and_resumed(
             steps = world.events("step")
             assert [step["step"] for step in steps] == [1, 2, 3, 4]
             assert [step for step, _ in world.history] == [1, 2, 3, 4]  # each once
+            await check_streams_empty(redis)
+
+
+@pytest.mark.parametrize("ended", ["paused", "cancelled"])
+@pytest.mark.parametrize("phase", ["collecting", "committing", "evaluating"])
+async def test_a_job_is_left_while_it_waits_for_others_and_resumed(
+    redis: Redis, tmp_path: Path, phase: str, ended: EndState
+) -> None:
+    """For a step's groups, for servers to take a version, for evaluations after the last step."""
+    section = {
+        "suite": "heldout", "every_steps": 2, "data": {"path": "/nowhere"},
+        "max_response_tokens": 8,
+    }  # fmt: skip
+    async with running_world(redis, tmp_path / "run", job=make_job(eval=section)) as world:
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        act_in(conductor, phase, conductor.pause_asked.set if ended == "paused" else running.cancel)
+        with pytest.raises(JobPaused if ended == "paused" else asyncio.CancelledError):
+            await asyncio.wait_for(running, 20)
+        await conductor.close(ended)
+        assert world.events("job_finished")[-1]["state"] == ended
+        books = Books(world.run_dir / BOOKS_FILE)
+        assert books.last_step() == (4 if phase == "evaluating" else 0)
+        assert books.counts()["trained"] == 3 * books.last_step()
+        books.close()
+        if ended == "paused":
+            await run_to_end(world)
+            assert [step for step, _ in world.history] == [1, 2, 3, 4]  # each once
+            assert [step["step"] for step in world.events("step")] == [1, 2, 3, 4]
+            assert {version for _, version, _ in world.evaluated} == {0, 2, 4}
+            check_books(world).close()
             await check_streams_empty(redis)
 
 

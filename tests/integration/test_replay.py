@@ -237,9 +237,7 @@ class _Folder:
 
 async def one_run(redis: Redis, run_dir: Path, seed: int, **sections: Any) -> World:
     """Servers that take their time, each group another one; the grader likewise."""
-    job = make_job(
-        deterministic=True, sampling={"oversampling": 1.7, "groups_per_step": 3}, **sections
-    )
+    job = make_job(**sections)
     await redis.flushall()
     async with running_world(redis, run_dir, job=job, servers=2) as world:
         noise = np.random.default_rng(seed)
@@ -255,10 +253,16 @@ async def one_run(redis: Redis, run_dir: Path, seed: int, **sections: Any) -> Wo
         return world
 
 
-async def test_a_deterministic_job_is_the_same_whoever_comes_first(
-    redis: Redis, tmp_path: Path
+@pytest.mark.parametrize(
+    "sampling", [{}, {"oversampling": 1.7}, {"min_usable_share": 0.5}], ids=str
+)
+async def test_a_job_without_lag_is_the_same_whoever_comes_first(
+    redis: Redis, tmp_path: Path, sampling: dict[str, float]
 ) -> None:
-    one, other = [await one_run(redis, tmp_path / str(seed), seed) for seed in (1, 2)]
+    """Nothing but `max_lag = 0`, the default, asks for it."""
+    one, other = [
+        await one_run(redis, tmp_path / str(seed), seed, sampling=sampling) for seed in (1, 2)
+    ]
     assert one.history == other.history
     assert one.ranks.weights == other.ranks.weights
     metrics = [
@@ -279,7 +283,7 @@ async def test_a_deterministic_job_asks_in_waves_until_it_has_enough(
         useless = prompt.draw % 4 != 0
         return alternating(prompt.model_copy(update={"draw": 3 if useless else 0}), index)
 
-    job = make_job(deterministic=True, steps=2)
+    job = make_job(steps=2, sampling={"oversampling": 1.1})
     async with running_world(redis, tmp_path / "run", job=job) as world:
         world.grade = grade
         await run_to_end(world)

@@ -1,4 +1,4 @@
-"""What a truncated sampling distribution means, told where a job is seen."""
+"""What a truncated distribution means, and which jobs are the same twice, told in the job."""
 
 from typing import Any
 
@@ -42,3 +42,36 @@ def test_a_truncated_distribution_is_warned_of(sampling: dict[str, Any], named: 
 def test_a_distribution_of_one_token_is_refused() -> None:
     with pytest.raises(ValueError, match="top_k 1 draws nothing"):
         job(top_k=1)
+
+
+@pytest.mark.parametrize(
+    ("lag", "sampling", "is_deterministic", "in_waves"),
+    [
+        (0, {}, True, False),
+        (0, {"oversampling": 1.5}, True, True),
+        (0, {"min_usable_share": 0.1}, True, True),
+        (0, {"extra_samples": 1}, False, False),
+        (0, {"max_wait_s": 1.0, "oversampling": 1.5}, False, False),
+        (1, {"oversampling": 1.5}, False, False),
+    ],
+)
+def test_a_job_without_lag_is_deterministic_unless_steps_depend_on_time(
+    lag: int, sampling: dict[str, Any], is_deterministic: bool, in_waves: bool
+) -> None:
+    given = job(**sampling).model_dump(exclude={"deterministic"})
+    found = Job.model_validate(given | {"algorithm": {"max_lag": lag}})
+    assert found.deterministic is is_deterministic
+    assert f'"deterministic":{str(is_deterministic).lower()}' in found.model_dump_json()
+    assert found.asks_in_waves is in_waves
+
+
+def test_determinism_may_be_given_up_and_is_refused_with_lag() -> None:
+    given = job(oversampling=1.5).model_dump(exclude={"deterministic"})
+    given_up = Job.model_validate(given | {"deterministic": False})
+    assert (given_up.deterministic, given_up.asks_in_waves) == (False, False)
+    for wrong in (
+        {"algorithm": {"max_lag": 2}},
+        {"sampling": given["sampling"] | {"max_wait_s": 1.0}},
+    ):
+        with pytest.raises(ValueError, match="deterministic"):
+            Job.model_validate(given | {"deterministic": True} | wrong)

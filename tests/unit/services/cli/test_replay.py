@@ -65,3 +65,8 @@ def test_a_run_that_was_not_recorded_says_how_to_record_one(tmp_path: Path) -> N
     (tmp_path / RECORDING_FILE).unlink()
     with pytest.raises(ConfigInvalid, match=r"was not recorded.*Run the job again with `--record`"):
         replay_document(tmp_path, [])
+
+
+def test_a_replay_may_ask_for_lag_that_the_recorded_job_had_not(tmp_path: Path) -> None:
+    assert recorded(tmp_path).deterministic
+    assert not replayed(tmp_path, "algorithm.max_lag=4").deterministic
