@@ -28,9 +28,16 @@ from services.cli.document import read_job
 from services.cli.stack import check_stack, choose_ports, stack_programs
 from services.client import TandemClient
 from shared.local_stack import running
-from shared.statistics import Interval, mean_interval, moving_average, paired_difference
+from shared.statistics import (
+    Interval,
+    linear_fit,
+    mean_interval,
+    moving_average,
+    paired_difference,
+)
 
 LAGS = (0, 1, 4, 8)
+LATE_LAG = 4  # from here on uncorrected runs end lower
 AVERAGE_STEPS = 6
 JOB_DEADLINE_S = 300.0
 COLOURS = dict(zip(LAGS, ("#2563eb", "#059669", "#d97706", "#dc2626"), strict=True))
@@ -155,6 +162,24 @@ def falls(runs: Sequence[Run]) -> Table:
     return shown
 
 
+def costs(runs: Sequence[Run]) -> Table:
+    """What the runs of all seeds and bounds say together about the reward of the last steps."""
+    shown = Table("what", f"last {AVERAGE_STEPS} steps, all seeds together, 95 %")
+    ends: dict[tuple[int, int, bool], float] = {
+        (run.max_lag, run.seed, run.tis): float(np.mean(run.reward[-AVERAGE_STEPS:]))
+        for run in runs
+    }
+    for tis in (True, False):
+        rewards = {key[:2]: reward for key, reward in ends.items() if key[2] is tis}
+        fit = linear_fit([*rewards.values()], [float(lag) for lag, _ in rewards])
+        what = f"{'TIS' if tis else 'none'}: reward for each version of max_lag"
+        shown.add_row(what, f"{fit.slope:+.4f} [{fit.low:.4f}, {fit.high:.4f}]")
+    late = sorted(key[:2] for key in ends if key[0] >= LATE_LAG and key[2])
+    found = paired_difference(*([ends[*one, tis] for one in late] for tis in (False, True)))
+    shown.add_row(f"TIS less none, lags of {LATE_LAG} and more", _told(found))
+    return shown
+
+
 def _told(found: Interval) -> str:
     return f"{found.mean:+.3f} [{found.low:.3f}, {found.high:.3f}]"
 
@@ -240,6 +265,7 @@ def main() -> None:
     draw(runs, options.out / "asynchrony.png")
     console.print(table(runs))
     console.print(falls(runs))
+    console.print(costs(runs))
     sys.stdout.flush()
 
 
