@@ -17,9 +17,11 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.trainer.app import create_app, workers
+from services.trainer.conductor import Conductor
 from services.trainer.config import ConductorConfig, TrainerConfig
 from services.trainer.jobs.store import StoredJob
 from services.trainer.keeper import StartRanks
+from services.trainer.steps import EndState
 from shared import topology
 from shared.messages import JobAnnounced
 from shared.parity.trace import Traced, TraceRequest
@@ -337,6 +339,35 @@ async def test_the_report_of_a_paused_job_says_so_when_it_is_cancelled(trainer: 
     page = (await trainer.http.get(f"/v1/jobs/{job_id}/report")).text
     assert "The job is cancelled" in page
     assert (await trainer.http.get(f"/v1/jobs/{job_id}/summary")).json()["state"] == "cancelled"
+
+
+async def test_a_job_that_is_still_pausing_is_resumed(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conductor has obeyed and is closing: the job is taken up again, and no resume is lost."""
+    closing, go_on, close = asyncio.Event(), asyncio.Event(), Conductor.close
+
+    async def slowly(conductor: Conductor, ended: EndState | None, **error: Any) -> None:
+        closing.set()
+        await go_on.wait()
+        await close(conductor, ended, **error)
+
+    monkeypatch.setattr(Conductor, "close", slowly)
+    job_id = await trainer.submit()
+    await trainer.until_state(job_id, "running")
+    await trainer.http.post(f"/v1/jobs/{job_id}/pause")
+    await asyncio.wait_for(closing.wait(), 10)
+    answer = await trainer.http.post(f"/v1/jobs/{job_id}/resume")
+    assert (answer.status_code, answer.json()["state"]) == (200, "running")
+    go_on.set()
+    await until_started(trainer.root / "runs" / job_id, times=2)
+    assert (await trainer.http.get(f"/v1/jobs/{job_id}")).json()["state"] == "running"
+
+
+async def until_started(run_dir: Path, *, times: int) -> None:
+    async with asyncio.timeout(20):
+        while (run_dir / "events.jsonl").read_text().count('"job_started"') < times:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def test_job_in_progress_is_taken_up_by_the_next_process(

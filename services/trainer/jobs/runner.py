@@ -141,8 +141,12 @@ class JobRunner:
             await conductor.close(ended, error=error)
         if ended is not None:
             await self.reports.write(self.run_dir(job.job_id))
+            was_asked = ended == "paused" and conductor.pause_asked.is_set()
+            is_wanted_again = was_asked and self._store.get(job.job_id).wish is None
             self._store.end(job.job_id, ended, error)
             log.info("job_ended", job_id=job.job_id, state=ended, error=error)
+            if is_wanted_again:  # resumed after the pause had begun: it goes on like a paused one
+                self._store.resume(job.job_id)
 
     async def _until_over(
         self,
