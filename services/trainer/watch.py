@@ -67,11 +67,12 @@ class Watch:
 
     async def audit(self) -> int:
         """Ask again for open groups that are in no stream; how many there were."""
-        await self._drop_buried()
         async with self._feeder.quiet:  # what is drawn meanwhile would look lost
             under_way = await groups_under_way(self._redis, self._job_id)
             under_way |= self._collector.held_ids()
             entries = self._books.open_groups()
+        await self._drop_buried()  # after the look: what is buried meanwhile is not lost
+        under_way |= {one.group_id for one in entries} - self._open_ids()
         lost = [entry for entry in entries if entry.group_id not in under_way]
         hopeless = [entry for entry in lost if entry.times_fed >= MAX_TIMES_FED]
         if hopeless:
@@ -90,6 +91,9 @@ class Watch:
             stage: await backlog(self._redis, stream, group)
             for stage, (stream, group) in work_streams(self._job_id).items()
         }
+
+    def _open_ids(self) -> set[str]:
+        return {entry.group_id for entry in self._books.open_groups()}
 
     async def _broker_forgot(self) -> bool:
         """Whether it is another process than last time, or lacks what it was told."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from services.trainer import watch
 from services.trainer.batches import KeptGroup
 from services.trainer.conductor import Conductor
 from shared import topology
@@ -148,7 +149,9 @@ async def test_every_graded_sample_counts_once_however_late_it_comes(
     """Four draws for steps of two. Surplus that is there counts in its step, what comes later in
     the next one; a second copy, or one of a trained group, counts nowhere."""
     sampling = SMALL | {"oversampling": 2.0}
-    async with by_hand(redis, tmp_path / "run", sampling=sampling, record=True) as hand:
+    async with by_hand(
+        redis, tmp_path / "run", sampling=sampling, record=True, deterministic=False
+    ) as hand:
         books = hand.parts.books
         await hand.give([0, 1, 3], version=0, rewards=(0.0, 1.0))
         assert await hand.step() == [0, 1]  # draw 3 is there and not needed, draw 2 under way
@@ -170,7 +173,8 @@ async def test_every_graded_sample_counts_once_however_late_it_comes(
 async def test_what_comes_while_a_batch_is_written_counts_in_the_next_step(
     redis: Redis, tmp_path: Path
 ) -> None:
-    async with by_hand(redis, tmp_path / "run", sampling=SMALL | {"oversampling": 2.0}) as hand:
+    sampling = SMALL | {"oversampling": 2.0}
+    async with by_hand(redis, tmp_path / "run", sampling=sampling, deterministic=False) as hand:
         await hand.give([0, 1], version=0, rewards=(0.0, 1.0))
         groups = await hand.parts.collector.take(deadline_s=10)
         batch = hand.conductor._steps.batch(groups)
@@ -179,6 +183,32 @@ async def test_what_comes_while_a_batch_is_written_counts_in_the_next_step(
         await hand.conductor._steps.commit_groups(batch, groups, dropped)
         assert hand.facts(1)["graded_samples"] == 4
         assert hand.parts.books.dropped_during(2).num_rewards == 2
+
+
+async def test_a_group_that_is_buried_while_others_are_looked_for_is_not_lost(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its message is in no stream when the look begins to end, and a dead letter when it has."""
+    look = watch.groups_under_way
+
+    async def slow_look(redis: Redis, job_id: str) -> set[str]:
+        found = await look(redis, job_id)
+        prompt = hand.parts.source.group(0, min_policy_version=0)
+        assert isinstance(prompt, PromptGroup)
+        scored = graded(sampled(prompt, 7), lambda _, i: Score(value=i))  # of a later version
+        await publish(redis, topology.groups(JOB_ID), scored.pack())
+        async with asyncio.timeout(10):
+            while not await redis.xlen(topology.dead(topology.groups(JOB_ID))):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(watch, "groups_under_way", slow_look)
+    async with by_hand(redis, tmp_path / "run", sampling=SMALL) as hand:
+        await redis.delete(topology.prompts(JOB_ID))
+        assert await hand.parts.watch.audit() == 1
+        fed = {entry.draw: entry.times_fed for entry in hand.parts.books.open_groups()}
+        assert fed == {1: 2, 2: 1}  # draw 1 was lost, draw 2 is there instead of draw 0
+        assert hand.parts.books.counts()["dropped:buried"] == 1
 
 
 async def test_rewards_of_a_refused_step_count_in_the_step_taken_instead(
