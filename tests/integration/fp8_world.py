@@ -1,4 +1,5 @@
-"""Two ranks share FP8 layers over tensor and expert-tensor parallelism, for `test_layouts.py`.
+"""Two ranks share FP8 layers over tensor and expert-tensor parallelism, and the one key = value
+head of BF16 layers, for `test_layouts.py`.
 
     python -m tests.integration.fp8_world OUT
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from services.trainer.fp8.emulated import EmulatedFp8
 from services.trainer.fp8.products import linear, products_as
 from services.trainer.megatron import parallel
+from services.trainer.models.deepseek_v4.attention import _for_all_heads
 from services.trainer.models.deepseek_v4.config import transformer_config
 from services.trainer.models.deepseek_v4.experts import MixtureOfExperts
 from services.trainer.models.deepseek_v4.layers import clamped_swiglu
@@ -41,7 +43,17 @@ def check_rank(rank: int, out: Path) -> None:
         layout = Layout(world=2, **sizes)
         parallel.initialise(seed=1, layout=layout)
         check(layout)
+        check_gradient_of_keys(rank)
         parallel.leave()
+
+
+def check_gradient_of_keys(rank: int) -> None:
+    """Two ranks' heads pull at BF16 keys by numbers that BF16 cannot hold: the sum is in FP32."""
+    keys = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    parts = torch.tensor([[1 + 0.9 * 2**-8, 1.0, 3e-5], [-1.0, 2.0, -3e-5]])
+    _for_all_heads(keys).backward(parts[rank])
+    assert keys.grad is not None
+    near(keys.grad.float(), parts.sum(0).bfloat16().float(), "gradient of the shared keys")
 
 
 def random(*shape: int, seed: int) -> Tensor:

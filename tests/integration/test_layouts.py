@@ -100,8 +100,9 @@ def test_a_layout_trains_as_one_rank_does_in_fp8(out: Path) -> None:
     assert max(relative(exact[key], values[key]) for key in weights) > 3 * FP8_WEIGHTS
 
 
-def test_ranks_share_fp8_layers_at_borders_of_blocks(tmp_path: Path) -> None:
-    """Tensor and expert-tensor ranks against the whole layer, in float64."""
+def test_ranks_share_fp8_layers_and_keys(tmp_path: Path) -> None:
+    """Tensor and expert-tensor ranks against the whole layer, in float64, cut at borders of blocks;
+    and the gradient of the keys that all heads share."""
     with (tmp_path / "log").open("wb") as log:
         code = subprocess.run(
             [sys.executable, "-m", "tests.integration.fp8_world", str(tmp_path)],

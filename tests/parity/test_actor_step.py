@@ -14,6 +14,7 @@ from torch import Tensor
 from services.trainer import checkpoint
 from services.trainer.engine.actor import Actor
 from services.trainer.megatron import parallel
+from services.trainer.megatron.tracker import MemoryTracker
 from services.trainer.models.deepseek_v4.weights import release_tensors
 from shared.errors import LeftHalfway, Rejected
 from shared.job import Job
@@ -183,10 +184,16 @@ def test_a_step_equals_its_plain_twin(release: Path, aggregation: str) -> None:
         assert (tensor - expected[name]).norm() <= 0.02 * moved, name
 
 
-def test_micro_batches_do_not_change_the_step(release: Path) -> None:
-    whole, pieces = Actor(job(release, budget=2048)), Actor(job(release, budget=64))
-    one, many = whole.train_step(batch()), pieces.train_step(batch())
+def test_a_smaller_token_budget_takes_less_memory_and_the_same_step(release: Path) -> None:
+    found, peaks = [], []
+    for budget in (2048, 64):
+        actor = Actor(job(release, budget=budget))
+        with MemoryTracker() as tracker:
+            found.append(actor.train_step(batch()))
+        peaks.append(tracker.peak_bytes)
+    one, many = found
     assert (one["micro_batches"], many["micro_batches"]) == (1, 4)
+    assert peaks[1] < 0.7 * peaks[0], peaks
     for name in ("loss", "grad_norm", "entropy", "delta_logprob_mean", "tis_weight_mean"):
         assert many[name] == pytest.approx(one[name], rel=1e-4), name
 
@@ -403,6 +410,17 @@ def test_an_offloaded_optimiser_gives_the_same_weights(
     for other in after[1:]:
         for name, tensor in after[0].items():
             assert (other[name].float() - tensor.float()).abs().max() <= 1e-6, name
+
+
+def test_a_checkpoint_brings_the_generator_back(release: Path, tmp_path: Path) -> None:
+    actor = Actor(job(release))
+    parts: Any = {"model": actor.model, "optimizer": actor.optimizer}
+    torch.manual_seed(5)
+    checkpoint.save(tmp_path / "saved", progress={"step": 0, "policy_version": 0}, **parts)
+    drawn = torch.rand(3)
+    torch.manual_seed(6)
+    checkpoint.load(tmp_path / "saved", **parts)
+    assert torch.equal(torch.rand(3), drawn)
 
 
 def test_the_host_takes_at_least_its_fraction_of_the_state(release: Path) -> None:
