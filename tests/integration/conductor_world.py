@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -347,11 +348,11 @@ class FakeServer:
         """Take a while, and note commits of a version that nobody has accepted yet."""
         world = self.world
         unaccepted = all(accepted != version for _, accepted in world.commits)
-        world.committing += 1
+        world.committing[version] += 1
         if unaccepted:
-            world.most_first_commits = max(world.most_first_commits, world.committing)
+            world.most_first_commits = max(world.most_first_commits, world.committing[version])
         await asyncio.sleep(world.commit_s)
-        world.committing -= 1
+        world.committing[version] -= 1
 
     async def _freeze(self) -> None:
         if self.frozen:
@@ -407,7 +408,7 @@ class World:
     refuse_steps: set[int] = field(default_factory=set)
     commits: list[tuple[str, int]] = field(default_factory=list)
     commit_s: float = 0.0
-    committing: int = 0
+    committing: Counter[int] = field(default_factory=Counter)  # by version
     most_first_commits: int = 0  # at the same time, of a version that no server had accepted
     servers: dict[str, FakeServer] = field(default_factory=dict)
     evaluated: list[tuple[str, int, dict[str, int]]] = field(default_factory=list)
