@@ -54,7 +54,8 @@ async def publish_ranked(
 ) -> tuple[list[bytes], dict[bytes, bytes]]:
     """Append messages of a rank each; those of lower rank, as text, are read first by `group`.
 
-    Returns their entry ids, in the given order, and the new ids of messages that were overtaken.
+    Returns their entry ids, in the given order, and the new ids of messages that were overtaken. An
+    answer lost on the way may append them twice.
     """
     given = list(messages)
     arguments = [part for message in given for part in message]

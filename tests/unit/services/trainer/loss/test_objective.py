@@ -17,6 +17,7 @@ NONE = {"correction": {"kind": "none"}}
 MIXES: dict[str, dict[str, Any]] = {
     "grpo": {"clip_high": 0.3},
     "grpo-plain": NONE,
+    "dr_grpo": {"name": "dr_grpo"},
     "dapo": {"name": "dapo", "correction": {"high": 1.5}},
     "gspo": {"name": "gspo", "clip_low": 0.1, "clip_high": 0.1},
     "cispo": {"name": "cispo", "clip_low": 0.2, "clip_high": 0.2},
@@ -321,6 +322,23 @@ def test_clipped_weight_by_hand() -> None:
     per_token.sum().backward()
     assert new.grad is not None
     assert new.grad.item() == pytest.approx(-3.0)
+
+
+def test_reinforce_by_hand() -> None:
+    """-A · log p, whatever the ratio: 2 · log 4 and -3 · log 5."""
+    new, old = logs(0.25, 0.2), logs(0.5, 0.5)
+    advantages = torch.tensor([2.0, -3.0], dtype=torch.float64)
+    sample, used = torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool)
+    per_token, clipped = per_token_loss(new, old, advantages, sample, used, section(name="rloo"))
+    assert per_token.tolist() == pytest.approx([2 * math.log(4), -3 * math.log(5)])
+    assert not clipped.any()
+
+
+def test_unbiased_divergence_by_hand() -> None:
+    """Ratio 0.4 / 0.2, weight 1.5, k3 of d = log(0.2 / 0.4): 3 · (0.5 - 1 + log 2)."""
+    weight = torch.tensor([1.5], dtype=torch.float64)
+    found = kl_loss(logs(0.4), logs(0.2), logs(0.2), weight, "unbiased")
+    assert found.item() == pytest.approx(3 * (math.log(2) - 0.5))
 
 
 def test_first_update_is_the_policy_gradient() -> None:

@@ -1,6 +1,5 @@
 """Agreement with TRL's own GRPO loss on the same inputs: loss and gradient."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +37,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": True},
     ),
     "tis": ({"name": "dapo", "clip_high": 0.2}, {"loss_type": "dapo", "tis_cap": 2.0}),
+    "mis": (
+        {"name": "dapo", "clip_high": 0.2, "correction": {"kind": "mis", "low": 0.5}},
+        {"loss_type": "dapo", "mask_bounds": (0.5, 2.0)},
+    ),
+    "sequence_tis": (
+        {"name": "dapo", "clip_high": 0.2, "correction": {"level": "sequence"}},
+        {"loss_type": "dapo", "tis_cap": 2.0, "of_sequences": True},
+    ),
     "entropy": (
         {"aggregation": "token_mean", "entropy_bonus": 0.3, **NONE},
         {"loss_type": "dapo", "entropy_coef": 0.3},
@@ -68,7 +75,7 @@ def trl_loss(given: dict[str, Tensor], new: Tensor, entropy: Tensor, **fields: A
     """`GRPOTrainer._compute_loss`, on a trainer that is nothing but its settings."""
     from trl import GRPOTrainer  # heavy: only here
 
-    cap, beta = fields.pop("tis_cap", None), fields.pop("beta", 0.0)
+    correction, beta = trl_weights(given, fields), fields.pop("beta", 0.0)
     settings = {"delta": None, "use_bias_correction_kl": False} | fields
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (new, entropy, None),
@@ -85,15 +92,14 @@ def trl_loss(given: dict[str, Tensor], new: Tensor, entropy: Tensor, **fields: A
         beta=beta,
         epsilon_low=fields.get("epsilon_low", 0.2),
         epsilon_high=fields.get("epsilon_high", 0.2),
-        use_vllm=cap is not None,
-        vllm_importance_sampling_correction=cap is not None,
+        use_vllm=correction is not None,
+        vllm_importance_sampling_correction=correction is not None,
         max_completion_length=LENGTH,
         _entropy_bonus_enabled="entropy_coef" in fields,
         use_adaptive_entropy=False,
         entropy_coef=fields.get("entropy_coef", 0.0),
     )
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    ratio = torch.exp(given["old"] - given["sampler"]).clamp(max=cap or math.inf)
     loss: Tensor = GRPOTrainer._compute_loss(
         trainer,
         None,
@@ -105,11 +111,24 @@ def trl_loss(given: dict[str, Tensor], new: Tensor, entropy: Tensor, **fields: A
             "advantages": given["advantages"],
             "old_per_token_logps": given["old"],
             "ref_per_token_logps": given["reference"],
-            "importance_sampling_ratio": ratio,
+            "importance_sampling_ratio": correction,
             "num_items_in_batch": given["mask"].sum(),
         },
     )
     return loss
+
+
+def trl_weights(given: dict[str, Tensor], fields: dict[str, Any]) -> Tensor | None:
+    """What TRL hands its loss under the modes token_truncate, sequence_truncate (one column) and
+    token_mask of `vllm_importance_sampling_mode`; its fields are taken out of `fields`."""
+    cap, bounds = fields.pop("tis_cap", None), fields.pop("mask_bounds", None)
+    log_ratio = (given["old"] - given["sampler"]) * given["mask"]
+    if fields.pop("of_sequences", False):
+        log_ratio = log_ratio.sum(-1, keepdim=True)
+    ratio = log_ratio.exp()
+    if bounds is not None:
+        return ratio.where((ratio >= bounds[0]) & (ratio <= bounds[1]), 0.0)
+    return None if cap is None else ratio.clamp(max=cap)
 
 
 class _Alone(SimpleNamespace):
