@@ -160,10 +160,10 @@ class Recorder:
         """Without rows that pad the batch; one sequence has no batch dimension."""
         layer, part = split_point(name)
         tokens = len(self._request.sequences[len(self.states) - 1])
-        if part in ("attn.compressor", "attn.indexer"):
+        if part in ("attn.compressor", "attn.indexer", "attn.indexer.scores"):
             assert layer is not None
             entries = tokens // self._arch.compress_ratios[layer]
-            if part == "attn.indexer":
+            if part != "attn.compressor":
                 return value.reshape(-1, value.shape[-2], value.shape[-1])[0, :tokens, :entries]
             return value.reshape(-1, value.shape[-1])[:entries]
         return value[:tokens]

@@ -30,6 +30,7 @@ _SUBMODULES = {
     "attn.q": "query projection and RoPE",
     "attn.kv": "key projection and RoPE",
     "attn.compressor": "compressor",
+    "attn.indexer.scores": "indexer",
     "attn.indexer": "indexer",
     "attn.core": "attention core",
     "attn": "attention output projection",
@@ -50,6 +51,7 @@ _READ_BY = {
     "attn.q": "attn.core",
     "attn.kv": "attn.core",
     "attn.compressor": "attn.core",
+    "attn.indexer.scores": "attn.indexer",
     "attn.indexer": "attn.core",
     "hc_ffn.post": "hc_ffn.merge",
     "hc_ffn.comb": "hc_ffn.merge",
@@ -58,6 +60,7 @@ _READ_BY = {
     "shared_experts": "ffn",
 }
 """States that the next point does not read; the others are read by the one after them."""
+_SCORES = ".indexer.scores"
 _TWO_DIMS = (".comb", ".merge", ".attn.q", ".attn.core")
 _OUTER = {
     "embed": "embedding",
@@ -191,6 +194,8 @@ def _compare(name: str, ours: Any, theirs: Any, arch: Architecture, tolerance: f
     if ours.size == theirs.size == 0:  # too few tokens for an entry
         return Point(name, label(name), 0.0, 0)
     mine, other = _common_form(name, ours, theirs, arch)
+    if name.endswith(_SCORES) and mine.shape == other.shape:
+        return _compare_scores(name, mine, other, tolerance)
     if mine.shape != other.shape:
         raise ValueError(f"{name}: {mine.shape} here, {other.shape} there: not the same tokens")
     if mine.dtype == np.bool_:
@@ -201,6 +206,23 @@ def _compare(name: str, ours: Any, theirs: Any, arch: Architecture, tolerance: f
     by_row = _departures(mine.astype(np.float64), other.astype(np.float64))
     row = int(by_row.argmax())
     share = float((by_row > tolerance).mean())
+    return Point(name, label(name), float(by_row[row]), row, share)
+
+
+def _compare_scores(name: str, mine: NDArray[Any], other: NDArray[Any], tolerance: float) -> Point:
+    """What an indexer gives the entries that each token sees, -inf for the others.
+
+    `share` is of single scores: an entry in which one code flipped moves the score of every later
+    token, and is still one entry. Which entries a token sees depends on no rounding: it is the
+    share of tokens that see others, if that is larger.
+    """
+    unlike = (np.isneginf(mine) != np.isneginf(other)).any(-1)
+    seen = ~(np.isneginf(mine) | np.isneginf(other))
+    ours, theirs = (np.where(seen, x, 0.0).astype(np.float64) for x in (mine, other))
+    flat = _departures(ours.reshape(-1, 1), theirs.reshape(-1, 1)).reshape(ours.shape)
+    by_row = np.maximum(flat.max(-1), unlike)
+    row = int(by_row.argmax())
+    share = max(float((flat > tolerance).sum() / max(seen.sum(), 1)), float(unlike.mean()))
     return Point(name, label(name), float(by_row[row]), row, share)
 
 

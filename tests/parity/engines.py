@@ -8,7 +8,7 @@ Weights are values by release name; nothing here knows what a runtime calls them
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import dequantised, quantise_tensor
 from shared.models.deepseek_v4.reference import Reference
 from shared.models.deepseek_v4.runtimes import to_runtime
-from shared.parity.trace import Recorder, TraceRequest
+from shared.parity.trace import Recorder, TraceRequest, split_point
 from shared.quant.activation import UNQUANTISED, ActivationQuant
 from shared.quant.policy import POLICIES
 from tests.tiny_deepseek_v4 import ALIGNED, DEMO, SMALL, UNSCALED, random_tokens, random_weights
@@ -132,6 +132,61 @@ def sampler_logits(
     cache = Cache(arch, num_slots=2 * len(tokens), max_tokens=LENGTH + 20, dtype=dtype)
     run = SamplerRun(Sampler(arch, quant, trace), derive(arch, weights, dtype=dtype), cache)
     return torch.cat([run.feed(part) for part in _split(tokens, chunks)], 1)
+
+
+@torch.inference_mode()
+def sampler_states_in_steps(
+    arch: Architecture, weights: Weights, tokens: Tensor, chunks: Sequence[int]
+) -> tuple[Tensor, States]:
+    """Logits, and the states of one row joined to those of a single prefill. After every chunk of
+    several tokens the sequence goes on in a copy of its slot, as the samples of a prompt do."""
+    (row,) = tokens.numpy()
+    cache = Cache(arch, num_slots=1 + len(chunks), max_tokens=len(row) + 20)
+    joined, derived = _Joined(arch, len(row)), derive(arch, weights)
+    sampler, slot = Sampler(arch, UNQUANTISED, joined), 0
+    for part in np.split(row, np.cumsum(chunks)[:-1]):
+        at = joined.begin_step(len(part))
+        if len(part) == 1:
+            step = cache.decode_step(np.array([slot]), np.array([at]), part)
+        else:
+            step = cache.prefill_step([Run(slot, at, part)])
+        sampler.logits(derived, sampler.hidden(derived, cache, step))
+        if len(part) > 1:
+            cache.copy([slot], [slot + 1])
+            slot += 1
+    return joined.states["logits"].unsqueeze(0), joined.states
+
+
+@dataclass(slots=True)
+class _Joined:
+    """Takes what a sampler traces step by step, without the rows that pad a step."""
+
+    arch: Architecture
+    length: int
+    states: States = field(default_factory=dict)
+    start: int = 0
+    stop: int = 0
+
+    def begin_step(self, tokens: int) -> int:
+        """-> position of its first token."""
+        self.start, self.stop = self.stop, self.stop + tokens
+        return self.start
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        layer, part = split_point(name)
+        ratio = 0 if layer is None else self.arch.compress_ratios[layer]
+        if part == "attn.compressor":  # entries that the step's tokens close
+            value = value[: self.stop // ratio - self.start // ratio]
+        elif part.startswith("attn.indexer"):  # entries so far, of the step's one sequence
+            value = value.flatten(0, -3)[0] if value.dim() > 2 else value
+            value = value[: self.stop - self.start, : self.length // ratio]
+            unseen = False if value.dtype == torch.bool else -torch.inf
+            missing = self.length // ratio - value.shape[1]
+            value = functional.pad(value, (0, missing), value=unseen)
+        else:
+            value = value[: self.stop - self.start]
+        before = [self.states[name]] if name in self.states else []
+        self.states[name] = torch.cat((*before, value.clone()))
 
 
 @torch.inference_mode()

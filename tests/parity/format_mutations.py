@@ -4,7 +4,8 @@ Where both sides share the mistake no comparison of the two can see it: then the
 which are written from the formats' definitions.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,29 @@ def _shared_scales_as_numbers(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "scale_values", lambda scale, *, name="": _as_number(scale))
 
 
+def _scale_by_substring(patch: pytest.MonkeyPatch) -> None:
+    """Of all experts of a layer the first scale is taken whose name has the matrix's in it."""
+
+    def wrong(canonical: Mapping[str, Tensor], name: str) -> Tensor:
+        owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+        layer = owner.partition("experts.")[0]
+        scale = f"{owner}.{leaf}.scale"
+        if ".ffn.experts." in name:
+            scale = next(n for n in canonical if n.startswith(layer) and f".{leaf}.scale" in n)
+        return checkpoint.dequantise_tensor(name, canonical[name], scale=canonical.get(scale))
+
+    patch.setattr(sampler_weights, "dequantised", wrong)
+
+
+def _shared_scale_by_substring(patch: pytest.MonkeyPatch) -> None:
+    right = checkpoint.scale_name
+
+    def wrong(name: str) -> str:
+        return right(re.sub(r"experts\.\d+", "experts.0", name))
+
+    patch.setattr(checkpoint, "scale_name", wrong)
+
+
 def _swapped(tensor: Tensor) -> Tensor:
     """Of packed FP4 bytes; other tensors are left alone."""
     if tensor.dtype not in (torch.int8, torch.uint8):
@@ -141,6 +165,9 @@ FORMAT_MUTATIONS: dict[str, FormatMutation] = {
         _scale_rounded_last,
         is_of_writer=True,
     ),
+    "scale of the first expert": FormatMutation(
+        "layer 0 · routed experts", _scale_by_substring, _shared_scale_by_substring
+    ),
     "linear input in groups of 64": FormatMutation(
         "layer 0 · query projection and RoPE",
         _rounds("round_linear_input", lambda x: fake_e4m3(x, group=64)),
@@ -164,7 +191,7 @@ FORMAT_MUTATIONS: dict[str, FormatMutation] = {
 
 def formats_depart() -> float:
     """Largest difference between shared/quant and its twins, as a share of the largest value."""
-    return max(_weights_depart(), _activations_depart(), _bytes_depart())
+    return max(_weights_depart(), _activations_depart(), _bytes_depart(), _experts_depart())
 
 
 def _weights_depart() -> float:
@@ -201,6 +228,20 @@ def _bytes_depart() -> float:
     four = _share(fp4.dequantise_fp4(packed, scale), by_hand)
     codes = torch.full((2, 2), 0x3C, dtype=torch.uint8).view(torch.float8_e4m3fn)  # 1.5
     return max(four, _share(fp8.dequantise_fp8(codes, scale), torch.full((2, 2), 1.5 / 4)))
+
+
+def _experts_depart() -> float:
+    """Two experts with scales of their own, in one checkpoint."""
+    ones = torch.full((1, 16), 0x22, dtype=torch.uint8)  # two codes of 1 in a byte
+    stored: dict[str, Tensor] = {}
+    for expert in range(2):
+        name = f"layers.0.ffn.experts.{expert}.w1"
+        scale = torch.tensor([[127 + expert]], dtype=torch.uint8)
+        stored[f"{name}.weight"] = ones.view(torch.int8)
+        stored[f"{name}.scale"] = scale.view(torch.float8_e8m0fnu)
+    values = checkpoint.dequantised(stored)
+    found = torch.stack([values[f"layers.0.ffn.experts.{e}.w1.weight"][0, 0] for e in range(2)])
+    return _share(found, torch.tensor([1.0, 2.0]))
 
 
 def _activations_depart() -> float:

@@ -18,11 +18,14 @@ from torch.nn import functional
 from services.rollout.models import deepseek_v4 as sampler_model
 from services.rollout.models import deepseek_v4_cache as sampler_cache
 from services.trainer.models.deepseek_v4 import attention as actor_attention
+from services.trainer.models.deepseek_v4 import hyper_connections
 from services.trainer.models.deepseek_v4.compressor import Compressor
 from services.trainer.models.deepseek_v4.experts import RoutedExperts
 from services.trainer.models.deepseek_v4.hyper_connections import HyperConnection
+from services.trainer.models.deepseek_v4.router import Router
 from shared.models.deepseek_v4 import reference
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.quant.activation import fake_e4m3
 from tests.parity.engines import Case, Weights
 from tests.tiny_deepseek_v4 import SMALL
 
@@ -115,6 +118,22 @@ def _comb_not_transposed() -> Mutation:
 
 def through_bf16(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype)
+
+
+def _mapping_in_bf16() -> Mutation:
+    """The product of the streams with fn leaves a fused kernel in the activations' precision."""
+
+    def of_any(product: Callable) -> Callable:
+        return lambda *given: through_bf16(product(*given))
+
+    return Mutation(
+        "layer 0 · mHC mix before attention",
+        {
+            "reference": function_changed(reference, "_projected", of_any),
+            "actor": function_changed(hyper_connections._StreamCoefficients, "forward", of_any),
+            "sampler": function_changed(sampler_model, "_mixing", of_any),
+        },
+    )
 
 
 # ------------------------------------------------------------------ attention
@@ -254,7 +273,38 @@ def swap_halves(ape: Tensor) -> Tensor:
     return torch.cat(ape.chunk(2, -1)[::-1], -1)
 
 
+def through_e4m3(weight: Tensor) -> Tensor:
+    return fake_e4m3(weight, group=128)
+
+
 # ------------------------------------------------------------------ experts
+
+
+def _no_floor_under_scores() -> Mutation:
+    """A token whose scores all underflow is divided by their sum."""
+
+    def of_pair(route: Callable) -> Callable:
+        def wrong(*given: Any) -> tuple[Tensor, Tensor]:
+            weights, ids = route(*given)
+            return weights.where(weights.sum(-1, keepdim=True) > 0, torch.nan), ids
+
+        return wrong
+
+    def of_actor(forward: Callable) -> Callable:
+        def wrong(*given: Any) -> tuple[Tensor, Tensor]:
+            ids, weights = forward(*given)
+            return ids, weights.where(weights.sum(-1, keepdim=True) > 0, torch.nan)
+
+        return wrong
+
+    return Mutation(
+        "layer 0 · router",
+        {
+            "reference": function_changed(reference, "route", of_pair),
+            "actor": function_changed(Router, "forward", of_actor),
+            "sampler": function_changed(sampler_model.Sampler, "_route", of_pair),
+        },
+    )
 
 
 def _routed_clamp_off() -> Mutation:
@@ -300,6 +350,10 @@ MUTATIONS: dict[str, Mutation] = {
     "hc base in BF16": everywhere(
         "layer 0 · mHC mix before attention", weights_changed("_base", through_bf16)
     ),
+    "hc scale in BF16": everywhere(
+        "layer 0 · mHC mix before attention", weights_changed("_scale", through_bf16)
+    ),
+    "hc mapping in BF16": _mapping_in_bf16(),
     "no inverse RoPE": _no_inverse_rope(),
     "half-split RoPE": _half_split_rope(),
     "YaRN in window layers": everywhere("layer 0 · query projection and RoPE", _yarn_in_windows),
@@ -317,6 +371,9 @@ MUTATIONS: dict[str, Mutation] = {
     "sink zero": everywhere(
         "layer 0 · attention core", weights_changed("attn_sink", torch.zeros_like)
     ),
+    "sink in BF16": everywhere(
+        "layer 0 · attention core", weights_changed("attn_sink", through_bf16)
+    ),
     "APE halves swapped": everywhere(
         "layer 2 · compressor", weights_changed("layers.2.attn.compressor.ape", swap_halves)
     ),
@@ -326,13 +383,23 @@ MUTATIONS: dict[str, Mutation] = {
     "APE zero in C128": everywhere(
         "layer 3 · compressor", weights_changed("layers.3.attn.compressor.ape", torch.zeros_like)
     ),
+    "APE in BF16": everywhere("layer 2 · compressor", weights_changed(".ape", through_bf16)),
+    "compressor in FP8": everywhere(
+        "layer 2 · compressor", weights_changed("attn.compressor.wkv.weight", through_e4m3)
+    ),
     "APE zero in the indexer": everywhere(
         "layer 2 · indexer", weights_changed("indexer.compressor.ape", torch.zeros_like)
+    ),
+    "indexer's weights in FP8": everywhere(
+        "layer 2 · indexer", weights_changed("indexer.weights_proj.weight", through_e4m3)
     ),
     "entries turned by their index": _entries_turned_by_index(),
     "entry visible one token late": _entries_visible_late(),
     "indexer off": everywhere("layer 2 · indexer", arch_changed(index_topk=10_000)),
     "tid2eid zero": everywhere("layer 0 · router", weights_changed("tid2eid", torch.zeros_like)),
+    "tid2eid of the token before": everywhere(
+        "layer 0 · router", weights_changed("tid2eid", lambda table: table.roll(1, 0))
+    ),
     "gate bias ignored": everywhere(
         "layer 3 · router", weights_changed("gate.bias", torch.zeros_like)
     ),
@@ -344,6 +411,15 @@ MUTATIONS: dict[str, Mutation] = {
     ),
 }
 """On `SMALL`: layers 0 and 1 window, 2 and 4 C4, 3 C128; layers 0 to 2 hash routed."""
+
+UNSEEN_BELOW_TOPK = (
+    "APE zero in the indexer",
+    "indexer's weights in FP8",
+)
+"""No output shows these while an indexer keeps every entry, as Flash's does up to 2,048 tokens."""
+
+UNDERFLOW = _no_floor_under_scores()
+"""Seen where a gate is so wide that all scores of a token underflow."""
 
 FAINT: dict[str, Mutation] = {
     "Sinkhorn 19": Mutation(

@@ -5,14 +5,16 @@ mistake, and by how much, is printed after the run.
 """
 
 import functools
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.parity.walk import walk
+from shared.parity.walk import Walk, walk
 from tests.parity import format_mutations as formats
 from tests.parity.backward_mutations import BACKWARD_MUTATIONS
 from tests.parity.conftest import Findings
@@ -20,6 +22,7 @@ from tests.parity.engines import (
     BOUND,
     CHUNKS,
     GRADIENT_BOUND,
+    LENGTH,
     QUANTISED_BOUND,
     Case,
     States,
@@ -30,22 +33,33 @@ from tests.parity.engines import (
     departure,
     reference_logits,
     sampler_logits,
+    sampler_states_in_steps,
     stored,
     stored_values,
     twin,
 )
 from tests.parity.format_mutations import FORMAT_MUTATIONS
-from tests.parity.mutations import FAINT, MUTATIONS, SIDES, Side
+from tests.parity.mutations import (
+    FAINT,
+    MUTATIONS,
+    SIDES,
+    UNDERFLOW,
+    UNSEEN_BELOW_TOPK,
+    Planted,
+    Side,
+)
+from tests.parity.state_mutations import STATE_MUTATIONS
 from tests.parity.test_gradients import (
     SEEDS,
     actor_gradients,
     departure_in_norm,
     transformers_gradients,
 )
+from tests.tiny_deepseek_v4 import SMALL, random_tokens, random_weights
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-MARGIN = 10  # of gradients, times their bound
+MARGIN = 10  # times the bound of gradients, and of logits where a mutation has no own
 Check = Callable[[Architecture, Weights, Tensor], Tensor]
 
 ENGINES = {"reference": reference_logits, "actor": actor_logits, "sampler": sampler_logits}
@@ -108,6 +122,96 @@ def test_planted_mistake_is_caught_and_located(
     findings.add(mistake, side, caught, found.verdict)
     assert caught, f"no check saw it: {seen}"
     assert found.suspects[0] == mutation.at, found.verdict
+
+
+@functools.cache
+def below_topk() -> Case:
+    """Every entry is kept: only its score says what the indexer makes of it."""
+    arch = replace(known().arch, index_topk=LENGTH)
+    with torch.no_grad():
+        logits = twin(arch, known().weights)(known().tokens).logits
+    return Case(arch, known().weights, known().tokens, logits)
+
+
+@functools.cache
+def wide_gates() -> Case:
+    """Of some tokens every expert that the table names scores 0."""
+    weights = random_weights(SMALL, seed=3)
+    weights |= {n: 1000 * w for n, w in weights.items() if n.endswith("ffn.gate.weight")}
+    tokens = random_tokens(SMALL, rows=1, length=64)
+    with torch.no_grad():
+        return Case(SMALL, weights, tokens, twin(SMALL, weights)(tokens).logits)
+
+
+def walked(
+    side: Side, given: Case, wrong: tuple[Architecture, Weights] | None = None
+) -> tuple[Tensor, Walk]:
+    """Logits and walk of `side`, built from `wrong`, against another implementation of the case."""
+    right, states = States(), States()
+    ENGINES["actor" if side == "reference" else "reference"](
+        given.arch, given.weights, given.tokens, states=right
+    )
+    arch, weights = wrong or (given.arch, given.weights)
+    logits = ENGINES[side](arch, weights, given.tokens, states=states)
+    return logits, walk(states, right, given.arch)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("mistake", UNSEEN_BELOW_TOPK)
+def test_indexer_that_keeps_everything_is_located_by_its_scores(
+    mistake: str, side: Side, findings: Findings
+) -> None:
+    mutation, given = MUTATIONS[mistake], below_topk()
+    assert walked(side, given)[1].first is None
+    with mutation.planted(side, given) as wrong:
+        logits, found = walked(side, given, wrong)
+    assert departure(logits, given.logits) <= BOUND, "nothing but the scores can show it"
+    findings.add(
+        f"{mistake}, all kept",
+        side,
+        {"scores": max(point.departure for point in found.points)},
+        found.verdict,
+    )
+    assert found.suspects == (mutation.at,), found.verdict
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_division_by_scores_that_underflow_is_caught_and_located(
+    side: Side, findings: Findings
+) -> None:
+    given = wide_gates()
+    logits, found = walked(side, given)
+    assert departure(logits, given.logits) <= BOUND
+    assert found.first is None
+    with UNDERFLOW.planted(side, given) as wrong:
+        logits, found = walked(side, given, wrong)
+    findings.add("0 / 0 where scores underflow", side, {"logits": math.inf}, found.verdict)
+    assert not logits.isfinite().all()
+    assert found.suspects == (UNDERFLOW.at,), found.verdict
+
+
+# ------------------------------------------------------------------ state between steps
+
+
+def test_steps_walk_as_one_prefill_without_a_mistake() -> None:
+    given = known()
+    logits, states = sampler_states_in_steps(given.arch, given.weights, given.tokens, CHUNKS)
+    assert departure(logits, given.logits) <= BOUND
+    assert walk(states, right_states("sampler"), given.arch).first is None
+
+
+@pytest.mark.parametrize("mistake", STATE_MUTATIONS)
+def test_wrong_state_between_steps_is_caught_and_located(mistake: str, findings: Findings) -> None:
+    mutation, given, right = STATE_MUTATIONS[mistake], known(), right_states("sampler")
+    with pytest.MonkeyPatch.context() as patch:
+        mutation.plant(Planted({}, given.arch, patch))
+        whole = sampler_logits(given.arch, given.weights, given.tokens)
+        logits, states = sampler_states_in_steps(given.arch, given.weights, given.tokens, CHUNKS)
+    size, found = departure(logits, given.logits), walk(states, right, given.arch)
+    findings.add(mistake, "sampler", {"decoding": size}, found.verdict)
+    assert departure(whole, given.logits) <= BOUND, "one prefill is right"
+    assert size > MARGIN * BOUND
+    assert found.suspects == (mutation.at,), found.verdict
 
 
 # ------------------------------------------------------------------ number formats

@@ -156,7 +156,8 @@ class Sampler:
                 index_q = up[:, heads * size :].view(-1, arch.index_n_heads, arch.index_head_dim)
                 index_w = inputs[:, inner.ring.shape[-1] :]
                 index_keys = inner.index_keys
-                bias = self._select(index_q, index_w, turns, index_keys, step, route, choices)
+                index = (index_q, index_w, index_keys)
+                bias = self._select(layer, index, turns, step, route, choices)
                 self._note_selected(layer, bias, route)
         keys_RTK = _visible_keys(cache, step, route, kv_NK)
         o_NHK = _attend(q_NHK, keys_RTK, bias, block.sink, step)
@@ -233,28 +234,25 @@ class Sampler:
 
     def _select(
         self,
-        q_NJI: Tensor,
-        weights_NJ: Tensor,
+        layer: int,
+        index: tuple[Tensor, Tensor, Tensor],
         turns: Tensor,
-        index_keys: Tensor,
         step: Step,
         route: Route,
         choices: Choices | None,
     ) -> Tensor:
-        """The bias [R, C, T] in which only each query's best entries stay visible."""
-        arch, num, plan = self.arch, route.num_entries, route.compression
-        if num <= arch.index_topk or plan is None:
+        """The bias [R, C, T] in which only each query's best entries stay visible.
+
+        `index` is the indexer's own: queries [N, J, I], weights of its heads [N, J], keys.
+        """
+        num, plan, topk = route.num_entries, route.compression, self.arch.index_topk
+        if plan is None or (num <= topk and self.trace is None):
             return route.bias
-        q_NJI = q_NJI.contiguous()
-        _rotate(q_NJI, turns)
-        q_NJI = round_indexer(q_NJI, form=self.quant.indexer)
-        scale = arch.index_head_dim**-0.5 * arch.index_n_heads**-0.5
-        q_RcI = _padded(q_NJI.flatten(1), step).view(len(step.slots), -1, arch.index_head_dim)
-        products = torch.bmm(q_RcI, _of_slots(index_keys, step, num).transpose(1, 2)).relu_()
-        products = products.view(len(step.slots), step.width, arch.index_n_heads, num)
-        weights = _padded(weights_NJ, step).view(*products.shape[:3], 1)
-        scores_RCE = (products * weights).sum(2).mul_(scale)
-        best = _stable_top(scores_RCE.add_(plan.entry_bias), arch.index_topk)
+        scores_RCE = self._index_scores(*index, turns, step, num).add_(plan.entry_bias)
+        self._note_in(layer, "attn.indexer.scores", scores_RCE)
+        if num <= topk:
+            return route.bias
+        best = _stable_top(scores_RCE, topk)
         # A pick that is not visible (fewer entries than picks) stays invisible.
         chosen = torch.full_like(scores_RCE, -torch.inf).scatter_(2, best, 0.0)
         chosen.add_(plan.entry_bias)
@@ -264,6 +262,27 @@ class Sampler:
         return torch.cat(
             (route.bias[..., :first], chosen, route.bias[..., route.num_keys :]), dim=-1
         )
+
+    def _index_scores(
+        self,
+        q_NJI: Tensor,
+        weights_NJ: Tensor,
+        index_keys: Tensor,
+        turns: Tensor,
+        step: Step,
+        num: int,
+    ) -> Tensor:
+        """[R, C, num]: Σ_j a_j · relu(iq_j · ik_e) for all entries, visible or not."""
+        arch = self.arch
+        q_NJI = q_NJI.contiguous()
+        _rotate(q_NJI, turns)
+        q_NJI = round_indexer(q_NJI, form=self.quant.indexer)
+        scale = arch.index_head_dim**-0.5 * arch.index_n_heads**-0.5
+        q_RcI = _padded(q_NJI.flatten(1), step).view(len(step.slots), -1, arch.index_head_dim)
+        products = torch.bmm(q_RcI, _of_slots(index_keys, step, num).transpose(1, 2)).relu_()
+        products = products.view(len(step.slots), step.width, arch.index_n_heads, num)
+        weights = _padded(weights_NJ, step).view(*products.shape[:3], 1)
+        return (products * weights).sum(2).mul_(scale)
 
     # ---------------------------------------------------------------- experts
 

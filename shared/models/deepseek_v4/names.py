@@ -374,7 +374,7 @@ def block_trace_points(arch: Architecture, layer: int) -> list[str]:
     kind = arch.kind(layer)
     attention = ["attn.norm", "attn.q", "attn.kv"]
     attention += ["attn.compressor"] if kind != "window" else []
-    attention += ["attn.indexer"] if kind == "c4" else []
+    attention += ["attn.indexer.scores", "attn.indexer"] if kind == "c4" else []
     attention += ["attn.core", "attn"]
     experts = ["ffn.norm", "router", "experts", "shared_experts", "ffn"]
     before, after = ("mix", "post", "comb"), "merge"

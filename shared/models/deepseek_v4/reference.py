@@ -439,8 +439,23 @@ def select(
     """
     arch = part.arch
     entries_BWI = compress(part.under("compressor"), x_BSD, start, state, _rounded_index)
-    if entries_BWI.shape[1] <= arch.index_topk:
+    keeps_all = entries_BWI.shape[1] <= arch.index_topk
+    if keeps_all and part.trace is None:
         return visible_BSW
+    scores = _index_scores(part, x_BSD, rank_BSQ, start, entries_BWI)
+    scores = scores.masked_fill(~visible_BSW, float("-inf"))
+    part.record("scores", scores)
+    if keeps_all:
+        return visible_BSW
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : arch.index_topk]
+    return visible_BSW & torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+
+
+def _index_scores(
+    part: Part, x_BSD: Tensor, rank_BSQ: Tensor, start: int, entries_BWI: Tensor
+) -> Tensor:
+    """[B, S, W]: Σ_n a_n · relu(iq_n · ik_w) for all entries, visible or not."""
+    arch = part.arch
     positions = torch.arange(start, start + x_BSD.shape[1], device=x_BSD.device)
     turns = rotations(arch, part.layer, positions, x_BSD.dtype).unsqueeze(1)
     q_BSNI = part.linear(rank_BSQ, "wq_b").unflatten(-1, (arch.index_n_heads, -1))
@@ -448,10 +463,7 @@ def select(
     scale = (arch.index_head_dim * arch.index_n_heads) ** -0.5
     a_BSN = functional.linear(x_BSD, part["weights_proj.weight"]) * scale
     products = torch.einsum("bsni,bwi->bsnw", q_BSNI, entries_BWI).relu()
-    scores = torch.einsum("bsnw,bsn->bsw", products, a_BSN)
-    scores = scores.masked_fill(~visible_BSW, float("-inf"))
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : arch.index_topk]
-    return visible_BSW & torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+    return torch.einsum("bsnw,bsn->bsw", products, a_BSN)
 
 
 def _rounded_index(part: Part, x: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class HybridAttention(nn.Module):
             return entries, None
         selected = routes.entries.get(self.layer)
         if selected is None:
-            selected = self.indexer(x_BSD, qr, turns, quant.indexer)
+            selected = self.indexer(x_BSD, qr, turns, quant.indexer, trace)
         self._trace_selected(selected, x_BSD, trace)
         return entries, selected
 

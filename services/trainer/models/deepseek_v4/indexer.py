@@ -17,6 +17,7 @@ from services.trainer.models.deepseek_v4.activations import indexer_vectors
 from services.trainer.models.deepseek_v4.compressor import Compressor
 from services.trainer.models.deepseek_v4.layers import ReplicatedLinear, freeze, wide
 from services.trainer.models.deepseek_v4.rope import rotate
+from services.trainer.models.deepseek_v4.trace import Trace
 from shared.models.deepseek_v4.architecture import Architecture
 
 QUERY_CHUNK = 128
@@ -38,21 +39,30 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, x_BSD: Tensor, qr_BSC: Tensor, turns: Tensor, form: Literal["none", "fp8", "fp4"]
+        self,
+        x_BSD: Tensor,
+        qr_BSC: Tensor,
+        turns: Tensor,
+        form: Literal["none", "fp8", "fp4"],
+        trace: Trace,
     ) -> Tensor | None:
         """-> `[B, S, W]` bool, the entries each query may use; None while all of them survive.
 
         Queries and entries are rounded to `form`; `qr` comes rounded as the input of a linear.
         """
         rows, length = x_BSD.shape[:2]
-        if context.size() * length // self.ratio <= self.top_k:
+        keeps_all = context.size() * length // self.ratio <= self.top_k
+        if keeps_all and trace.states is None:
             return None
         keys_BWK = self.compressor(x_BSD, turns)
-        assert keys_BWK is not None
+        if keys_BWK is None:  # too few tokens for an entry
+            trace("attn.indexer.scores", x_BSD.new_empty(rows, length, 0))
+            return None
         keys_BWK, origin = context.gather(keys_BWK), context.first(length)
         selected = torch.ones(rows, length, keys_BWK.size(1), dtype=torch.bool, device=x_BSD.device)
         # Queries before `first` see at most top_k entries and keep them all.
-        first = max(0, (self.top_k + 1) * self.ratio - 1 - origin)
+        first = max(0, (self.top_k + 1) * self.ratio - 1 - origin) if trace.states is None else 0
+        traced: list[Tensor] = []
         keys_BKW = indexer_vectors(keys_BWK, form).transpose(1, 2)
         for start in range(first, length, QUERY_CHUNK):
             chunk = slice(start, min(start + QUERY_CHUNK, length))
@@ -62,8 +72,13 @@ class Indexer(nn.Module):
             local = torch.arange(chunk.start, chunk.stop, device=x_BSD.device)
             position = origin + local.unsqueeze(-1)
             scores.masked_fill_(entry >= (position + 1) // self.ratio, float("-inf"))
-            selected[:, chunk] = top_mask(scores, self.top_k)
-        return selected
+            if trace.states is not None:
+                traced.append(scores)
+            if not keeps_all:
+                selected[:, chunk] = top_mask(scores, self.top_k)
+        if trace.states is not None:
+            trace("attn.indexer.scores", torch.cat(traced, 1))
+        return None if keeps_all else selected
 
     def _queries(self, qr_BSC: Tensor, turns: Tensor) -> Tensor:
         q_BSHK = self.wq_b(qr_BSC).unflatten(-1, (self.heads, self.width))
