@@ -47,6 +47,8 @@ class World:
     resumes: str | None = None
     offload: float = 0.0
     precision: str = "dtype"
+    recompute: str = "none"
+    budget: int = 192
 
 
 PAIR, OTHERS, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
@@ -62,6 +64,15 @@ ROUNDS = (
         World("tp2ep2", OTHERS, {"tensor": 2, "expert": 2}),
     ),
     (World("pp2ep2", ALL, {"pipeline": 2, "first_stage_layers": 2, "expert": 2}),),
+    (
+        World(
+            "pp2ep2 recomputed and offloaded",  # as the published run has it
+            ALL,
+            {"pipeline": 2, "first_stage_layers": 2, "expert": 2},
+            offload=1.0,
+            recompute="full",
+        ),
+    ),
     (World("pp2dp2", ALL, {"pipeline": 2, "last_stage_layers": 2}),),
     (World("pp4", ALL, {"pipeline": 4, "last_stage_layers": 2}),),
     (
@@ -73,7 +84,11 @@ ROUNDS = (
         World("dp2 offloaded", PAIR, offload=0.5),
         World("ep2 offloaded", OTHERS, {"expert": 2}, offload=1.0),
     ),
-    (World("fp8", (0,), precision="fp8"), World("fp8 ep2", OTHERS, {"expert": 2}, precision="fp8")),
+    (
+        World("fp8", (0,), precision="fp8"),
+        World("unpacked", (1,), budget=64),  # a sequence each micro-batch
+        World("fp8 ep2", OTHERS, {"expert": 2}, precision="fp8"),
+    ),
 )
 
 
@@ -98,7 +113,9 @@ def job(release: Path, world: World) -> Job:
             "actor": {
                 "dtype": "float32",
                 "precision": world.precision,
-                "max_tokens_per_gpu": 192,
+                "max_tokens_per_gpu": world.budget,
+                "freeze_router": False,
+                "recompute": {"mode": world.recompute},
                 "parallel": world.parallel,
                 "mtp_loss_weight": world.mtp,
                 "optimizer": {
