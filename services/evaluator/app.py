@@ -17,8 +17,8 @@ from services.evaluator.requests import Refused, RequestedEvals
 from services.evaluator.runner import Runner
 from services.evaluator.worker import GOODBYE_S, EvalWorker
 from shared.answers import answer_malformed
+from shared.api_page import serve_api_page
 from shared.current_job import CurrentJob
-from shared.environment import Environment
 from shared.http import HttpClient
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
@@ -32,9 +32,6 @@ def create_app(config: EvaluatorConfig) -> FastAPI:
         state.redis = create_redis(config.redis_url, process=f"evaluator-{config.name}")
         state.archive = Archive(config.runs_dir.resolve())
         state.current = CurrentJob(state.redis)
-        state.environment = Environment(
-            state.redis, state.current, config, service="evaluator", replica=config.name
-        )
         # Whoever asks repeats, up to a deadline. Two evaluations at a time, room for grading each.
         connections = 4 * config.runner.samples_in_flight
         async with HttpClient(attempts=1, max_connections=connections) as http:
@@ -55,13 +52,14 @@ def create_app(config: EvaluatorConfig) -> FastAPI:
             yield
         await state.redis.aclose()
 
-    app = FastAPI(title="Tandem evaluator", lifespan=lifespan)
+    app = FastAPI(title="Tandem evaluator", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(browsing.router)
     app.include_router(api.router)
     app.include_router(parity_api.router)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))
     app.add_exception_handler(Refused, api.answer_refused)
     answer_malformed(app)
+    serve_api_page(app)
     return app
 
 
@@ -96,12 +94,6 @@ def workers(app: FastAPI, config: EvaluatorConfig) -> list[Worker]:
 
         await keep_registered(app.state.redis, describe, stop)
 
-    async def take_part_in_profiles(stop: asyncio.Event) -> None:
-        await app.state.worker.profiled.run(stop)
-
-    async def tell_environment(stop: asyncio.Event) -> None:
-        await app.state.environment.run(stop)
-
     return [
         follow_jobs,
         evaluate_jobs,
@@ -109,6 +101,4 @@ def workers(app: FastAPI, config: EvaluatorConfig) -> list[Worker]:
         compare_on_request,
         watch_backlog,
         stay_registered,
-        take_part_in_profiles,
-        tell_environment,
     ]

@@ -13,8 +13,8 @@ from services.reward.config import RewardConfig
 from services.reward.grading import Grading
 from services.reward.pool.pool import GradingPool
 from services.reward.worker import GradeWorker
+from shared.api_page import serve_api_page
 from shared.current_job import CurrentJob
-from shared.environment import Environment
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
 from shared.service import Worker, health_router
@@ -28,14 +28,10 @@ def create_app(config: RewardConfig) -> FastAPI:
         state.pool = await GradingPool.start(config.pool)
         state.grading = Grading(state.pool, config.remotes)
         state.redis = create_redis(config.redis_url, process=f"reward-{config.name}")
-        current = CurrentJob(state.redis)
-        state.environment = Environment(
-            state.redis, current, config, service="reward", replica=config.name
-        )
         state.worker = GradeWorker(
             state.redis,
             state.grading,
-            current,
+            CurrentJob(state.redis),
             replica=config.name,
             concurrency=config.groups_in_flight,
             drain_s=config.drain_s,
@@ -45,13 +41,14 @@ def create_app(config: RewardConfig) -> FastAPI:
         await state.pool.close()
         await state.redis.aclose()
 
-    app = FastAPI(title="Tandem reward", lifespan=lifespan)
+    app = FastAPI(title="Tandem reward", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(api.BodyLimit, max_bytes=config.limits.max_body_bytes)
     app.add_exception_handler(RequestValidationError, api.answer_invalid)
     app.include_router(api.router)
     app.include_router(
         health_router(lambda: app.state.pool.failure or broker_trouble(app.state.redis))
     )
+    serve_api_page(app)
     return app
 
 
@@ -84,18 +81,4 @@ def workers(app: FastAPI, config: RewardConfig) -> list[Worker]:
 
         await keep_registered(app.state.redis, describe, stop)
 
-    async def take_part_in_profiles(stop: asyncio.Event) -> None:
-        await app.state.worker.profiled.run(stop)
-
-    async def tell_environment(stop: asyncio.Event) -> None:
-        await app.state.environment.run(stop)
-
-    return [
-        follow_jobs,
-        grade_groups,
-        guard_pool,
-        watch_backlog,
-        stay_registered,
-        take_part_in_profiles,
-        tell_environment,
-    ]
+    return [follow_jobs, grade_groups, guard_pool, watch_backlog, stay_registered]

@@ -10,6 +10,7 @@ from services.rollout import api
 from services.rollout.config import RolloutConfig
 from services.rollout.server import RolloutServer
 from services.rollout.worker import SampleWorker
+from shared.api_page import serve_api_page
 from shared.redis import create_redis
 from shared.service import Worker, health_router
 
@@ -25,11 +26,12 @@ def create_app(config: RolloutConfig) -> FastAPI:
         await state.server.close()
         await redis.aclose()
 
-    app = FastAPI(title="Tandem rollout", lifespan=lifespan)
+    app = FastAPI(title="Tandem rollout", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(api.router)
     app.include_router(health_router(lambda: app.state.server.unready()))
     for kind in api.STATUS:
         app.add_exception_handler(kind, api.answer_error)
+    serve_api_page(app)
     return app
 
 
@@ -54,19 +56,4 @@ def workers(app: FastAPI) -> list[Worker]:
     async def watch_backlog(stop: asyncio.Event) -> None:
         await app.state.worker.watch_backlog(stop)
 
-    async def take_part_in_profiles(stop: asyncio.Event) -> None:
-        await app.state.server.profiled.run(stop)
-
-    async def tell_environment(stop: asyncio.Event) -> None:
-        await app.state.server.environment.run(stop)
-
-    return [
-        run_engines,
-        watch,
-        guard_engine,
-        stay_registered,
-        sample,
-        watch_backlog,
-        take_part_in_profiles,
-        tell_environment,
-    ]
+    return [run_engines, watch, guard_engine, stay_registered, sample, watch_backlog]

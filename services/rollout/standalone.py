@@ -18,6 +18,7 @@ from pydantic import Field
 from services.rollout import api
 from services.rollout.config import RolloutConfig
 from services.rollout.serving import Serving, serving_job
+from shared.api_page import serve_api_page
 from shared.config import ServiceConfig, load_config, settings_of
 from shared.errors import ChannelClosed, DeadlineExceeded, Fatal, RemoteError
 from shared.messages import JobAnnounced
@@ -96,7 +97,7 @@ def main() -> None:
 
 
 def create_app(server: StandaloneServer) -> FastAPI:
-    app = FastAPI(title="Tandem standalone sampler")
+    app = FastAPI(title="Tandem standalone sampler", docs_url=None, redoc_url=None)
     app.state.server = server
     router = APIRouter(prefix="/v1", tags=["sampling"])
     router.post("/generate")(api.generate)
@@ -106,6 +107,7 @@ def create_app(server: StandaloneServer) -> FastAPI:
     app.include_router(health_router(server.unready))
     for kind in api.STATUS:
         app.add_exception_handler(kind, api.answer_error)
+    serve_api_page(app)
     return app
 
 

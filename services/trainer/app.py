@@ -21,10 +21,10 @@ from services.trainer.jobs.runner import BeginRanks, JobRunner
 from services.trainer.jobs.store import JobStore
 from services.trainer.jobs.submission import Refused
 from services.trainer.launch import LaunchBoard
-from services.trainer.profile.routes import router as profiles
 from services.trainer.report.overview import Overviews
 from services.trainer.weight_routes import find_shard
 from shared.answers import answer_malformed
+from shared.api_page import serve_api_page
 from shared.http import HttpClient
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
@@ -64,18 +64,18 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
         state.store.close()
         await state.redis.aclose()
 
-    app = FastAPI(title="Tandem trainer", lifespan=lifespan)
+    app = FastAPI(title="Tandem trainer", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(api.router)
     app.include_router(inspection.router)
     app.include_router(launch_routes.router)
     app.include_router(operator_routes.router)
     app.include_router(weight_routes.router)
-    app.include_router(profiles)
     app.include_router(dashboard)
     app.include_router(evaluation_pages.router)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))
     app.add_exception_handler(Refused, api.answer_refused)
     answer_malformed(app)
+    serve_api_page(app)
     return app
 
 
