@@ -4,15 +4,10 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from shared.spans import Facts, span
-
 
 class Stopwatch:
-    """`track` is where a profile shows the parts."""
-
-    def __init__(self, track: str = "step") -> None:
+    def __init__(self) -> None:
         self.parts: dict[str, float] = {}
-        self._track = track
         self._began_s = time.monotonic()
 
     @property
@@ -20,11 +15,10 @@ class Stopwatch:
         return time.monotonic() - self._began_s
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[Facts]:
-        """Add the seconds that the block takes to part `name`; gives what a profile tells of it."""
+    def part(self, name: str) -> Iterator[None]:
+        """Add the seconds that the block takes to part `name`."""
         began_s = time.monotonic()
         try:
-            with span(name, self._track) as facts:
-                yield facts
+            yield
         finally:
             self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - began_s

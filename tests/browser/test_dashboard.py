@@ -79,9 +79,82 @@ async def test_a_run_of_ten_thousand_steps_is_quick_and_goes_on_live(
     assert json.loads(overview)["num_steps"] == ALL_STEPS
     served.tell(step(ALL_STEPS + 1))
     await expect(page.locator("#tiles")).to_contain_text(f"{ALL_STEPS + 1} / {ALL_STEPS}")
+    newest = page.locator("#charts section").first.locator(".u-value").first
+    await expect(newest).to_have_text(str(ALL_STEPS + 1))  # no cursor is on the chart
     await expect(page.locator("#waits")).to_contain_text("the trainer waits for groups")
     await expect(page.locator("#updates tbody tr")).to_have_count(48)
     assert seen.errors == []
+
+
+async def test_a_job_without_steps_has_charts_that_say_so(chromium: Browser, served: Site) -> None:
+    seen = await Seen.open(chromium, served.url)
+    charts = seen.page.locator("#charts section")
+    await expect(charts).to_have_count(12, timeout=20_000)
+    await expect(seen.page.locator("#charts section.empty")).to_have_count(12)
+    await expect(charts.first.locator(".u-value").first).to_be_hidden()
+    served.tell(step(1))
+    await expect(charts.first.locator(".u-value").first).to_have_text("1")
+    await expect(charts.nth(1)).not_to_have_class("empty")
+    assert seen.errors == []
+
+
+async def test_a_job_is_paused_resumed_and_cancelled_by_keyboard(
+    chromium: Browser, served: Site
+) -> None:
+    seen = await Seen.open(chromium, served.url)
+    page, state = seen.page, seen.page.locator("#state")
+    await expect(state).to_have_text("queued")
+    await expect(page.locator("#resume")).to_be_hidden()
+    await page.locator("#cancel").press("Enter")
+    await expect(page.locator("#confirm")).to_contain_text("it cannot be resumed")
+    await expect(page.locator("#keep")).to_be_focused()  # Enter alone ends no job
+    await page.keyboard.press("Escape")
+    await expect(page.locator("#confirm")).to_be_hidden()
+    assert served.app.state.store.get(served.job_id).state == "queued"
+    for wish, after in [("pause", "paused"), ("resume", "queued"), ("cancel", "cancelled")]:
+        await page.locator(f"#{wish}").press("Enter")
+        await page.keyboard.press("Tab")
+        await expect(page.locator("#do")).to_be_focused()
+        await page.keyboard.press("Enter")
+        await expect(state).to_have_text(after)
+    await expect(page.locator(".wishes button:visible")).to_have_count(0)
+    assert seen.errors == []
+
+
+async def test_what_is_asked_of_a_running_job_is_told_and_a_refusal_too(
+    chromium: Browser, served: Site
+) -> None:
+    store = served.app.state.store
+    store.begin(served.job_id)
+    seen = await Seen.open(chromium, served.url)
+    page = seen.page
+    await page.locator("#pause").click()
+    await page.locator("#do").click()
+    await expect(page.locator("#wish")).to_have_text("pauses after this step")
+    await page.locator("#resume").click()
+    store.end(served.job_id, "finished")
+    await page.locator("#do").click()
+    await expect(page.locator("#confirm-error")).to_contain_text("all of its 10000 steps are taken")
+    assert all("409" in error for error in seen.errors)  # the browser tells refused requests
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_the_rest_page_needs_no_other_host(
+    chromium: Browser, served: Site, scheme: str
+) -> None:
+    context = await chromium.new_context(
+        color_scheme=scheme, java_script_enabled=False, viewport={"width": 360, "height": 740}
+    )
+    page, asked = await context.new_page(), []
+    page.on("request", lambda request: asked.append(request.url))
+    await page.goto(f"{served.url}/docs")
+    await expect(page.locator("h1")).to_have_text("Tandem trainer: REST")
+    await page.get_by_role("link", name="GET /v1/jobs/{job_id}/metrics").press("Enter")
+    await expect(page.locator("section:target")).to_contain_text("The run for a screen")
+    assert {url.partition("#")[0] for url in asked} == {f"{served.url}/docs"}
+    box = await page.locator("main").bounding_box()
+    assert box is not None
+    assert box["width"] <= 360
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

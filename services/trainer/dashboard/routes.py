@@ -13,6 +13,7 @@ _FILES = {
     "form.js": "text/javascript",
     "samples.js": "text/javascript",
     "tables.js": "text/javascript",
+    "wishes.js": "text/javascript",
     "style.css": "text/css",
     "icon.svg": "image/svg+xml",
     "vendor/uPlot.iife.min.js": "text/javascript",

@@ -27,14 +27,10 @@ from services.trainer.launch import LaunchBoard
 from services.trainer.prompts import PromptSource
 from services.trainer.ranks import Ranks
 from services.trainer.replayer import Replayer
-from services.trainer.run_environment import write_environment
 from services.trainer.steps import EndState, JobPaused
-from services.trainer.tracking.process import tracking
-from shared.environment import environment_of
 from shared.errors import TandemError
 from shared.http import HttpClient
 from shared.tasks import end
-from shared.telemetry import bind_process
 
 log = structlog.get_logger()
 JOB_FILE = "job.json"
@@ -88,13 +84,6 @@ class JobRunner:
 
     async def _run_job(self, job: StoredJob, stop: asyncio.Event) -> None:
         job = self._store.begin(job.job_id)
-        bind_process(job_id=job.job_id)
-        try:
-            await self._attempt(job, stop)
-        finally:
-            bind_process(job_id=None)
-
-    async def _attempt(self, job: StoredJob, stop: asyncio.Event) -> None:
         log.info("job_begins", job_id=job.job_id, attempt=job.attempts)
         if job.attempts > MAX_ATTEMPTS:
             error = f"the trainer died {MAX_ATTEMPTS} times in a row without making a step"
@@ -107,15 +96,12 @@ class JobRunner:
             self._store.end(job.job_id, "failed", f"{type(err).__name__}: {err}")
             return
         replays = job.job.mode == "train_only"
-        async with tracking(job.job.tracking, self.run_dir(job.job_id)):
-            await self._conduct(Replayer(parts) if replays else Conductor(parts), job, stop)
+        await self._conduct(Replayer(parts) if replays else Conductor(parts), job, stop)
 
     async def _open(self, job: StoredJob) -> Parts:
         run_dir = self.run_dir(job.job_id)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / JOB_FILE).write_text(job.job.model_dump_json(indent=2) + "\n")
-        found = await asyncio.to_thread(environment_of, self._config)
-        await asyncio.to_thread(write_environment, run_dir, self._config.name, found)
         source = await asyncio.to_thread(PromptSource.load, job.job_id, job.job)
         return assemble(
             self._redis,

@@ -12,6 +12,7 @@ from services.trainer.report.events import RunEvents
 PHASES = (
     "wait",
     "pack",
+    "attribute",
     "logprobs",
     "forward_backward",
     "optimizer",

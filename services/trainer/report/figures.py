@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from services.trainer.report.curves import Curve, Curves
+from services.trainer.report.curves import PHASES, Curve, Curves
 from services.trainer.report.evaluations import Evaluation, shown_of
 from services.trainer.report.updates import Update, draw_shares, draw_timeline
 from shared.statistics import linear_fit, moving_average
@@ -22,6 +22,7 @@ MANY_STEPS = 500  # from here on a curve is drawn averaged over its own faint va
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2563eb", "#d97706", "#059669", "#dc2626", "#64748b"
 _PALETTE = (_BLUE, _ORANGE, _GREEN, _RED, "#7c3aed", "#0891b2", "#be185d", "#65a30d", _GREY)
+PHASE_COLOURS = dict(zip(PHASES, (*_PALETTE[:-1], "#854d0e"), strict=True)) | {"other": "#cbd5e1"}
 _SIZE = (8.4, 3.9)  # inches
 
 Draw = Callable[[Axes], None]
@@ -52,10 +53,10 @@ def draw_figures(
             lambda axes: draw_timeline(axes, updates),
             lambda axes: draw_shares(axes, updates),
         ]
-    return {name: save_panels(folder / f"{name}.png", draws) for name, draws in panels.items()}
+    return {name: _save(folder / f"{name}.png", draws) for name, draws in panels.items()}
 
 
-def save_panels(path: Path, draws: Sequence[Draw]) -> Path:
+def _save(path: Path, draws: Sequence[Draw]) -> Path:
     """One panel per function, below each other; a reader sees the old file or the new one."""
     width, height = _SIZE
     figure = Figure(figsize=(width, height * (0.6 + 0.4 * len(draws))), dpi=144)
@@ -117,7 +118,7 @@ def _reward(axes: Axes, curves: Curves) -> None:
 
 
 def _delta_mean(axes: Axes, curves: Curves, bound: float) -> None:
-    draw_line(axes, curves.step, curves.delta_mean, colour=_BLUE, label="mean of tokens")
+    _line(axes, curves.step, curves.delta_mean, colour=_BLUE, label="mean of tokens")
     fit = linear_fit(curves.delta_mean, curves.step)
     if math.isfinite(fit.low):
         ends = np.array([curves.step[0], curves.step[-1]])
@@ -133,12 +134,12 @@ def _delta_mean(axes: Axes, curves: Curves, bound: float) -> None:
 
 def _delta_p99(axes: Axes, curves: Curves) -> None:
     """A panel of its own: the tail is often more than ten times the mean."""
-    draw_line(axes, curves.step, curves.delta_p99, colour=_ORANGE, label="p99 of tokens")
+    _line(axes, curves.step, curves.delta_p99, colour=_ORANGE, label="p99 of tokens")
     axes.set_ylim(bottom=0)
     axes.set(xlabel="step", ylabel="p99 |Δ log p|")
 
 
-def draw_line(axes: Axes, steps: Curve, values: Curve, *, colour: str, label: str) -> None:
+def _line(axes: Axes, steps: Curve, values: Curve, *, colour: str, label: str) -> None:
     if values.size < MANY_STEPS:
         axes.plot(steps, values, color=colour, linewidth=1.5, label=label)
         return
@@ -153,7 +154,7 @@ def _phases(axes: Axes, curves: Curves) -> None:
     width = max(1, math.ceil(len(curves) / MAX_BARS))
     starts = np.arange(0, len(curves), width)
     bottom = np.zeros(starts.size)
-    for (name, seconds), colour in zip(curves.phases.items(), cycle(_PALETTE), strict=False):
+    for name, seconds in curves.phases.items():
         height = _binned(seconds, width)
         if height.sum() == 0:
             continue
@@ -163,7 +164,7 @@ def _phases(axes: Axes, curves: Curves) -> None:
             width=width,
             align="edge",
             bottom=bottom,
-            color=colour,
+            color=PHASE_COLOURS.get(name, _GREY),
             label=name.replace("_", " "),
             linewidth=0,
         )
@@ -187,7 +188,7 @@ def _lag(axes: Axes, curves: Curves) -> None:
     axes.plot(
         curves.step, curves.lag_max, ".", color=_ORANGE, markersize=4, label="largest in the step"
     )
-    draw_line(axes, curves.step, curves.lag_mean, colour=_BLUE, label="mean of samples")
+    _line(axes, curves.step, curves.lag_mean, colour=_BLUE, label="mean of samples")
     axes.set_ylim(0, max(1.0, float(np.nanmax(curves.lag_max, initial=0.0))) * 1.08)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step", ylabel="lag in versions")

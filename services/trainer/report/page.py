@@ -3,55 +3,83 @@
 Everything that comes from a job or an event is escaped.
 """
 
+import base64
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from services.trainer.report import proofs, sentences
 from services.trainer.report.evaluations import Comparison, Evaluation, compare, shown_of
-from services.trainer.report.markup import Row, figure, page, section, table, tiles
 from services.trainer.report.sentences import number, percent, share, signed_share
 from services.trainer.report.summary import Summary
 from shared.statistics import LEVEL
 
+_STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+
+Row = Iterable[object]
+
+# What a figure shows, for who sees it first; its legend has the rest.
+CAPTIONS = {
+    "pass_at_k": "pass@k: the share of held-out problems that at least one of k answers solves, "
+    "each version on the same problems. Bars are 95 % intervals over problems.",
+    "reward": "Mean reward of the samples that came for a step, with its moving average and a "
+    "straight line through all steps. Training sees the grey curve's groups alone.",
+    "delta_logprob": "How far the sampler's log-probability of each sampled token is from the "
+    "trainer's: the mean over a step's tokens above, the worst one in a hundred below.",
+    "step_seconds": "What the time of a step went into. Wait is the trainer waiting for groups; "
+    "other is what no phase was timed for.",
+    "lag": "How many versions behind the trained one a sample's sampler was.",
+    "updates": "The last weight updates, phase by phase: sampling stands still from load to "
+    "resume only. Below, the share of a version's bytes that servers pulled, and how far their "
+    "probe was from the trainer.",
+}
+
 
 def render_page(summary: Summary, figures: dict[str, Path]) -> str:
-    title = summary.job_id or "run without events"
+    title = escape(summary.job_id or "run without events")
     sections = [
         _tiles(summary),
         _warnings(summary),
-        section("Before and after", sentences.evaluations(summary), _before_after(summary)),
-        section(
+        _section("Before and after", sentences.evaluations(summary), _before_after(summary)),
+        _section(
             "Offline evaluation",
-            figure(figures, "pass_at_k"),
+            _figure(figures, "pass_at_k"),
             _evaluations(summary),
             _pages(summary),
         ),
-        section("Online reward", sentences.reward(summary), figure(figures, "reward")),
-        section("Preflight", proofs.preflight_sentence(summary.preflight), _preflight(summary)),
-        section(
+        _section("Online reward", sentences.reward(summary), _figure(figures, "reward")),
+        _section("Preflight", proofs.preflight_sentence(summary.preflight), _preflight(summary)),
+        _section(
             "Sampler against trainer",
             sentences.delta_logprob(summary),
-            figure(figures, "delta_logprob"),
+            _figure(figures, "delta_logprob"),
         ),
         *_attribution(summary),
-        section(
+        _section(
             "Where the time goes",
             sentences.phases(summary),
-            figure(figures, "step_seconds"),
+            _figure(figures, "step_seconds"),
             _phases(summary),
         ),
-        section("Staleness", sentences.lag(summary), figure(figures, "lag")),
-        section("The books", sentences.groups(summary), _books(summary)),
-        section("Weight updates", figure(figures, "updates"), _updates(summary)),
+        _section("Staleness", sentences.lag(summary), _figure(figures, "lag")),
+        _section("The books", sentences.groups(summary), _books(summary)),
+        _section("Weight updates", _figure(figures, "updates"), _updates(summary)),
         _how(),
     ]
-    return page(title, sentences.headline(summary), sections)
+    return (
+        "<!doctype html>\n"
+        '<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title} · Tandem</title><style>{_STYLE}</style></head><body><main>"
+        f"<header><h1>{title}</h1><p>{escape(sentences.headline(summary))}</p></header>"
+        f"{''.join(sections)}</main></body></html>\n"
+    )
 
 
 def _tiles(summary: Summary) -> str:
     change = summary.before_after
-    shown = [
+    tiles = [
         ("state", summary.state),
         ("steps", f"{summary.steps} / {summary.steps_planned or '?'}"),
         ("time", sentences.duration(summary.wall_s)),
@@ -60,13 +88,41 @@ def _tiles(summary: Summary) -> str:
     ]
     if change is not None:
         arrow = f"{share(change.pass_at_1_before)} → {share(change.pass_at_1_after)}"
-        shown.insert(1, ("pass@1", arrow))
-    return tiles(shown)
+        tiles.insert(1, ("pass@1", arrow))
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles
+    )
+    return f'<dl class="tiles">{cells}</dl>'
 
 
 def _warnings(summary: Summary) -> str:
     items = "".join(f"<li>{escape(warning)}</li>" for warning in summary.warnings)
     return f'<ul class="warnings">{items}</ul>' if items else ""
+
+
+def _section(title: str, *parts: str) -> str:
+    """Parts that are markup start with '<'; the others are sentences."""
+    body = "".join(
+        part if part.startswith("<") else f"<p>{escape(part)}</p>" for part in parts if part
+    )
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def _figure(figures: dict[str, Path], name: str) -> str:
+    if name not in figures:
+        return ""
+    encoded = base64.b64encode(figures[name].read_bytes()).decode("ascii")
+    caption = escape(CAPTIONS[name])
+    image = f'<img alt="{caption}" src="data:image/png;base64,{encoded}">'
+    return f'<figure>{image}</figure><p class="caption">{caption}</p>'
+
+
+def _table(head: Row, rows: Iterable[Row]) -> str:
+    top = "".join(f"<th>{escape(str(cell))}</th>" for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
 
 
 def _before_after(summary: Summary) -> str:
@@ -87,7 +143,7 @@ def _before_after(summary: Summary) -> str:
     verdict = "changed" if change.is_significant else "no change is shown"
     told = f"{_difference(change)}, p = {number(change.p_value)}: {verdict}"
     rows.append(("paired difference of pass@1", "", told))
-    return table(("", f"version {before.policy_version}", f"version {after.policy_version}"), rows)
+    return _table(("", f"version {before.policy_version}", f"version {after.policy_version}"), rows)
 
 
 def _estimate(evaluation: Evaluation, k: str) -> str:
@@ -140,7 +196,7 @@ def _evaluations(summary: Summary) -> str:
                 evaluation.skipped_problems,
             )
         )
-    return table(head, rows)
+    return _table(head, rows)
 
 
 def _phases(summary: Summary) -> str:
@@ -151,7 +207,7 @@ def _phases(summary: Summary) -> str:
         (name.replace("_", " "), number(seconds), percent(seconds / total))
         for name, seconds in summary.seconds_per_phase.items()
     ]
-    return table(("phase", "seconds", "share"), rows)
+    return _table(("phase", "seconds", "share"), rows)
 
 
 def _books(summary: Summary) -> str:
@@ -169,12 +225,12 @@ def _books(summary: Summary) -> str:
         ("response tokens sampled", summary.response_tokens_sampled),
         *((name.replace("_", " "), num) for name, num in summary.restarts.items()),
     ]
-    return table(("", "number"), rows)
+    return _table(("", "number"), rows)
 
 
 def _preflight(summary: Summary) -> str:
     rows = proofs.preflight_rows(summary.preflight)
-    return table(proofs.PREFLIGHT_HEAD, rows) if rows else ""
+    return _table(proofs.PREFLIGHT_HEAD, rows) if rows else ""
 
 
 def _attribution(summary: Summary) -> list[str]:
@@ -182,8 +238,8 @@ def _attribution(summary: Summary) -> list[str]:
     found = summary.attribution
     if not found:
         return []
-    rows = table(proofs.attribution_head(found), proofs.attribution_rows(found))
-    return [section("Where the drift comes from", proofs.attribution_sentence(found), rows)]
+    table = _table(proofs.attribution_head(found), proofs.attribution_rows(found))
+    return [_section("Where the drift comes from", proofs.attribution_sentence(found), table)]
 
 
 def _updates(summary: Summary) -> str:
@@ -200,11 +256,11 @@ def _updates(summary: Summary) -> str:
         ("share of them that servers pulled, mean", number(updates.pulled_share_mean)),
         ("probe's mean |Δ log p|, worst", number(updates.probe_mean_abs_delta_worst)),
     ]
-    return table(("", ""), rows)
+    return _table(("", ""), rows)
 
 
 def _how() -> str:
-    return section(
+    return _section(
         "How these numbers were made",
         "Everything here is computed from this run's events.jsonl. Intervals are 95 %. Those of "
         "evaluations count problems, not samples; that of a paired difference is Student's over "

@@ -10,6 +10,7 @@ import { Charts } from "./charts.js";
 import { openForm } from "./form.js";
 import { Run } from "./run.js";
 import * as tables from "./tables.js";
+import { drawWishes, setUpWishes } from "./wishes.js";
 
 const POLL_MS = 3000, DRAW_MS = 250, RECONNECT_MS = 2000;
 const ENDED = new Set(["finished", "failed", "cancelled", "paused"]);
@@ -26,14 +27,16 @@ async function getJson(path) {
   return answer.json();
 }
 
+async function pollJobs() {
+  jobs = (await getJson("/v1/jobs")).jobs;
+  dirty = true;
+}
+
 async function poll() {
   try {
-    const [jobList, serverList] = await Promise.all([
-      getJson("/v1/jobs"),
-      getJson("/v1/servers").catch(() => ({ servers: replicas })),
-    ]);
-    jobs = Array.isArray(jobList) ? jobList : jobList.jobs;
-    replicas = serverList.servers ?? [];
+    const servers = getJson("/v1/servers").catch(() => ({ servers: replicas }));
+    await pollJobs();
+    replicas = (await servers).servers ?? [];
     drawJobs();
     await chooseJob();
     await pollLetters();
@@ -151,8 +154,10 @@ function draw() {
 }
 
 function drawTitle(job, run) {
-  const state = run.ended?.state ?? job.state ?? "unknown";
-  const error = run.ended?.error ?? job.error;
+  // The stream tells an end first; a job that was cancelled while it was paused only its status.
+  const isOver = ENDED.has(job.state) || !run.ended;
+  const state = (isOver ? job.state : run.ended.state) ?? "unknown";
+  const error = isOver ? job.error : run.ended.error;
   find("name").textContent = shown.id;
   document.title = `${shown.id} · Tandem`;
   find("state").textContent = state;
@@ -166,6 +171,7 @@ function drawTitle(job, run) {
     item.textContent = text;
     return item;
   }));
+  drawWishes({ ...job, state });
   find("files").hidden = !ENDED.has(state);
   find("evals").hidden = run.evals.length === 0;
   find("evals").href = `/evals#${encodeURIComponent(shown.id)}`;
@@ -175,6 +181,7 @@ function drawTitle(job, run) {
 }
 
 addEventListener("hashchange", chooseJob);
+setUpWishes(pollJobs);
 find("new").onclick = () => openForm((id) => { location.hash = id; });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => shown && charts.build(shown.run));
 poll();

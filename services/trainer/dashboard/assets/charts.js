@@ -4,6 +4,9 @@ import { KS, PHASES } from "./run.js";
 
 const HEIGHT = 220;
 const number = (value) => (value === null || value === undefined ? "–" : formatted(value));
+// What a legend tells: the value under the cursor, else the newest there is.
+const newest = (column) => column.findLastIndex((value) => value !== null && value !== undefined);
+const told = (plot, column, row) => plot.data[column][row ?? newest(plot.data[column])];
 
 export function formatted(value) {
   const size = Math.abs(value);
@@ -17,10 +20,10 @@ export function formatted(value) {
 function palette() {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue("--" + name).trim();
-  return { read, series: Array.from({ length: 8 }, (_, i) => read("series-" + (i + 1))), axis: read("soft"), grid: read("line") };
+  return { read, series: Array.from({ length: 9 }, (_, i) => read("series-" + (i + 1))), axis: read("soft"), grid: read("line") };
 }
 
-const line = (label, colour, more = {}) => ({ label, stroke: colour, width: 1.6, points: { show: false }, value: (_, v) => number(v), ...more });
+const line = (label, colour, more = {}) => ({ label, stroke: colour, width: 1.6, points: { show: false }, value: (u, _, column, row) => number(told(u, column, row)), ...more });
 const dots = (label, colour) => line(label, colour, { paths: () => null, points: { show: true, size: 4, width: 0, fill: colour } });
 const bound = (colour) => line("", colour, { class: "bound", width: 0 });
 
@@ -28,14 +31,14 @@ function charts({ series: c, axis }) {
   return [
     {
       title: "Online reward",
-      note: "dots: all graded samples of a step",
+      note: "mean over all graded samples; what is trained on is less, and biased",
       series: [dots("each step", c[0] + "80"), line("average", c[0], { width: 2.2 }), line("fit", c[1], { dash: [6, 4] }), line("trained groups, average", axis)],
       data: (run) => [run.steps.step, run.steps.reward_raw, run.average("reward_raw"), run.fit("reward_raw"), run.average("reward_trained")],
     },
     {
       title: "|Δ log p|, sampler − trainer",
       series: [line("max", axis, { width: 1 }), line("p99", c[1]), line("mean", c[0], { width: 2 }), line("bound of the mean", c[3], { dash: [6, 4] })],
-      note: "logarithmic: the tail is far above the mean",
+      note: "how far the two are apart on each sampled token; logarithmic",
       data: (run) => [
         run.steps.step, positive(run.steps.delta_logprob_max), positive(run.steps.delta_logprob_p99),
         positive(run.steps.delta_logprob_mean), run.steps.step.map(() => run.driftBound),
@@ -44,7 +47,7 @@ function charts({ series: c, axis }) {
     },
     {
       title: "Offline pass@k",
-      note: "bands: 95 % intervals over problems",
+      note: "held-out problems that one of k answers solves; 95 % intervals",
       series: [
         ...KS.flatMap((k, i) => [line("pass@" + k, c[i], { points: { show: true, size: 6, fill: c[i] } }), bound(c[i]), bound(c[i])]),
         line("truncated", axis, { dash: [4, 4], points: { show: true, size: 5 } }),
@@ -55,19 +58,22 @@ function charts({ series: c, axis }) {
     },
     {
       title: "Throughput",
-      note: "tokens a second; each server's is in its table",
+      note: "tokens a second; each server's own is in its table",
       series: [line("trained, each step", c[2] + "80", { width: 1 }), line("trained, average", c[2], { width: 2 }), line("sampled, average", c[0])],
       data: (run) => [run.steps.step, run.steps.tokens_per_s, run.average("tokens_per_s"), run.average("sampled_per_s")],
       fromZero: true,
     },
     {
       title: "Step time by phase",
-      note: "seconds, stacked",
-      series: PHASES.map((name, i) => line(name.replaceAll("_", " "), c[i], {
+      note: "seconds, stacked; wait: for groups, other: not timed",
+      series: PHASES.map((name, i) => line(name.replaceAll("_", " "), c[i] ?? axis, {
         width: 0.5,
-        fill: c[i] + "b0",
+        fill: (c[i] ?? axis) + "b0",
         // Column i holds the sum up to its phase; the legend tells the phase alone.
-        value: (u, v, column, row) => (row === null || v === null ? "–" : number(v - (u.data[column + 1]?.[row] ?? 0))),
+        value: (u, _, column, row) => {
+          const at = row ?? u.data[0].length - 1;
+          return at < 0 ? "–" : number(u.data[column][at] - (u.data[column + 1]?.[at] ?? 0));
+        },
       })).reverse(),
       bands: PHASES.slice(1).map((_, i) => ({ series: [i + 1, i + 2] })),
       data: (run) => run.stackedPhases(),
@@ -75,49 +81,49 @@ function charts({ series: c, axis }) {
     },
     {
       title: "Lag",
-      note: "versions behind",
+      note: "versions between the one that sampled and the one trained",
       series: [dots("largest", c[1]), line("mean", c[0])],
       data: (run) => [run.steps.step, run.steps.lag_max, run.steps.lag_mean],
       fromZero: true,
     },
     {
       title: "Queues and slots",
-      note: "groups, at the end of each step",
+      note: "groups at the end of a step; an open one takes a slot",
       series: [line("wait for a sampler", c[0]), line("for a grader", c[1]), line("for the trainer", c[2]), line("open", c[4]), line("slots", axis, { dash: [4, 4] })],
       data: (run) => [run.steps.step, run.steps.backlog_prompts, run.steps.backlog_rollouts, run.steps.backlog_groups, run.steps.open_groups, run.steps.slots],
       fromZero: true,
     },
     {
       title: "Response length",
-      note: "tokens, mean of a step",
+      note: "tokens, mean of a step's samples",
       series: [dots("each step", c[5] + "80"), line("average", c[5], { width: 2 })],
       data: (run) => [run.steps.step, run.steps.response_tokens_mean, run.average("response_tokens_mean")],
       fromZero: true,
     },
     {
       title: "Truncated responses",
-      note: "share that ended by the token budget",
+      note: "share that the token budget cut off",
       series: [dots("each step", c[3] + "80"), line("average", c[3], { width: 2 })],
       data: (run) => [run.steps.step, run.steps.truncated_share, run.average("truncated_share")],
       range: [0, 1],
     },
     {
       title: "Entropy",
-      note: "nats a token",
+      note: "of the policy at the sampled tokens, in nats",
       series: [dots("each step", c[2] + "80"), line("average", c[2], { width: 2 })],
       data: (run) => [run.steps.step, run.steps.entropy, run.average("entropy")],
       fromZero: true,
     },
     {
       title: "KL",
-      note: "k3, nats a token; logarithmic",
+      note: "k3 estimate, nats a token; logarithmic",
       series: [line("trainer from sampler", c[0]), line("trainer from reference", c[4])],
       data: (run) => [run.steps.step, positive(run.steps.approx_kl), positive(run.steps.reference_kl)],
       logarithmic: true,
     },
     {
       title: "Gradient norm",
-      note: "before clipping",
+      note: "before clipping; a jump warns of a step too large",
       series: [dots("each step", c[1] + "80"), line("average", c[1], { width: 2 })],
       data: (run) => [run.steps.step, run.steps.grad_norm, run.average("grad_norm")],
       fromZero: true,
@@ -143,14 +149,21 @@ export class Charts {
   }
 
   update(run) {
-    for (const { chart, plot } of this.#drawn) {
+    for (const { chart, box, plot } of this.#drawn) {
       const data = chart.data(run);
       const { min, max } = plot.scales.x;
       const [first, last] = [plot.data[0]?.[0], plot.data[0]?.at(-1)];
       const zoomed = min > first || max < last;
       plot.setData(data, !zoomed);
       if (zoomed) plot.redraw();
+      this.#tell(box, plot);
     }
+  }
+
+  // Without a cursor on it a legend tells the newest values; without data it only names the curves.
+  #tell(box, plot) {
+    box.classList.toggle("empty", plot.data[0].length === 0);
+    if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: null }, false);
   }
 
   #place(chart, colours, run) {
@@ -162,7 +175,9 @@ export class Charts {
     title.append(" ", note);
     box.append(title);
     this.container.append(box);
-    return { chart, box, plot: new uPlot(options(chart, colours, box), chart.data(run), box) };
+    const plot = new uPlot(options(chart, colours, box), chart.data(run), box);
+    this.#tell(box, plot);
+    return { chart, box, plot };
   }
 
   #resize() {
@@ -184,7 +199,7 @@ function options(chart, colours, box) {
     width: inner(box),
     height: HEIGHT,
     scales: { x: { time: false }, y },
-    series: [{ label: "step", value: (_, v) => (v === null ? "–" : String(v)) }, ...chart.series],
+    series: [{ label: "step", value: (u, _, column, row) => String(told(u, column, row) ?? "–") }, ...chart.series],
     bands: chart.bands,
     axes: [
       { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], space: 45 },

@@ -1,6 +1,7 @@
 // What is known of one run: events in, columns for the charts out. Touches no page element.
 
-export const PHASES = ["wait", "pack", "logprobs", "forward_backward", "optimizer", "export", "publish", "checkpoint"];
+const TIMED = ["wait", "pack", "attribute", "logprobs", "forward_backward", "optimizer", "export", "publish", "checkpoint"];
+export const PHASES = [...TIMED, "other"]; // what a step took beyond them
 export const KS = ["1", "2", "4", "8"];
 const BULK = new Set(["group_sampled", "group_graded", "group_dropped", "duplicate_refused"]);
 const STEP_FIELDS = [
@@ -77,7 +78,9 @@ export class Run {
     this.rowOfStep.set(fields.step, row);
     this.steps.step[row] = fields.step;
     for (const name of STEP_FIELDS) this.steps[name][row] = fields[name] ?? null;
-    for (const name of PHASES) this.steps["seconds_" + name][row] = fields.seconds?.[name] ?? 0;
+    for (const name of TIMED) this.steps["seconds_" + name][row] = fields.seconds?.[name] ?? 0;
+    const timed = TIMED.reduce((sum, name) => sum + this.steps["seconds_" + name][row], 0);
+    this.steps.seconds_other[row] = Math.max(0, (fields.step_seconds ?? timed) - timed);
     for (const name of STAGES) this.steps["backlog_" + name][row] = fields.backlog?.[name] ?? null;
     const sampled = fields.sampled_tokens_per_s;
     this.steps.sampled_per_s[row] = sampled ? Object.values(sampled).reduce((sum, one) => sum + one, 0) : null;

@@ -36,18 +36,17 @@ export function tiles(run, steps) {
   const interval = last?.pass_at_1_ci ?? last?.pass_at_k_ci?.["1"];
   const reward = run.average("reward_raw").at(-1);
   const items = [
-    ["step", `${run.last("step") ?? 0} / ${steps ?? "?"}`],
-    ["reward, average", number(reward)],
-    ["mean |Δ log p|", number(run.last("delta_logprob_mean"))],
-    ["lag, mean", number(run.last("lag_mean"))],
-    ["tokens / s", number(run.last("tokens_per_s"))],
-    ["pass@1" + (last ? `, version ${last.policy_version}` : ""), last ? number(last.pass_at_k["1"]) : "–", interval ? `[${interval.map(number).join(", ")}]` : ""],
+    ["step", `${run.last("step") ?? 0} / ${steps ?? "?"}`, "taken"],
+    ["reward", number(reward), "moving average"],
+    ["mean |Δ log p|", number(run.last("delta_logprob_mean")), "sampler from trainer"],
+    ["lag", number(run.last("lag_mean")), "versions behind, mean"],
+    ["tokens / s", number(run.last("tokens_per_s")), "trained"],
+    ["pass@1", last ? number(last.pass_at_k["1"]) : "–",
+      last ? `version ${last.policy_version}` + (interval ? `, [${interval.map(number).join(", ")}]` : "") : "not evaluated yet"],
   ];
-  return items.map(([name, value, extra]) => {
+  return items.map(([name, value, told]) => {
     const tile = element("div");
-    const shown = element("dd", value);
-    if (extra) shown.append(" ", element("small", extra));
-    tile.append(element("dt", name), shown);
+    tile.append(element("dt", name), element("dd", value), element("dd", told, "soft"));
     return tile;
   });
 }
