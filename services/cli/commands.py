@@ -17,11 +17,9 @@ from services.cli.evaluate import evaluate
 from services.cli.explain import explain
 from services.cli.parity import parity
 from services.cli.plan import plan
-from services.cli.profile import profile
 from services.cli.regrade import regrade
 from services.cli.replay import replay
 from services.cli.run import log_to, run
-from services.cli.runs import runs
 from services.cli.stack import MAX_REWARD, MAX_ROLLOUT, check_stack, choose_ports, stack_programs
 from services.cli.tables import job_table, jobs_table
 from services.cli.watch import follow_job
@@ -62,7 +60,6 @@ RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
 
 LOCAL_TRAINER = "http://127.0.0.1:8700"
 
-app.add_typer(runs, name="runs")
 app.add_typer(weights, name="weights")
 app.command()(attribute)
 app.command()(cancel)
@@ -72,7 +69,6 @@ app.command()(explain)
 app.command()(parity)
 app.command()(pause)
 app.command()(plan)
-app.command()(profile)
 app.command("eval")(evaluate)
 app.command()(regrade)
 app.command()(replay)

@@ -9,7 +9,6 @@ everything ──> describe: the registry's record; unready: why there should be
 import asyncio
 import contextlib
 import os
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,20 +18,18 @@ from redis.asyncio import Redis
 from services.rollout.config import RolloutConfig
 from services.rollout.peers import Peers
 from services.rollout.serving import Serving, serving_job
-from services.rollout.starts import Starts
 from shared import topology
 from shared.current_job import CurrentJob
-from shared.environment import Environment
 from shared.errors import ChannelClosed, DeadlineExceeded, Fatal, RemoteError
 from shared.messages import JobAnnounced, WeightsAnnounced
-from shared.profiled import Profiled
 from shared.redis import broker_trouble
 from shared.registry import LEASE_S, Replica, ServerState, live_replicas, register, unregister
-from shared.spans import recorder
 from shared.tasks import end, wait_for_event
 from shared.weights.shard_server import Coming, Kind, ShardServer
 
 log = structlog.get_logger()
+
+_RETRY_S = 5.0  # pause before an engine that did not start is tried again
 
 
 class RolloutServer:
@@ -46,19 +43,8 @@ class RolloutServer:
         self.num_peers = 1  # servers that take this job's prompts, this one included
         self._peers = Peers()
         self._current = CurrentJob(redis)
-        self.profiled = Profiled(
-            redis, self._current, service="rollout", replica=config.name, child=self._engine_spans
-        )
-        self.environment = Environment(
-            redis,
-            self._current,
-            config,
-            service="rollout",
-            replica=config.name,
-            more=self._engine_environment,
-        )
         self._starting = False
-        self._starts = Starts(config.engine_retry_s, config.engine_starts)
+        self._trouble: str | None = None
         self._announced_version: int | None = None
         self._held_version: int | None = None
         self._engines = contextlib.AsyncExitStack()
@@ -71,7 +57,7 @@ class RolloutServer:
         if self._starting:
             return "starting"
         if self.serving is None:
-            return "stopped" if self._starts.failures else "idle"
+            return "stopped" if self._trouble else "idle"
         if self.serving.updates.is_activating:
             return "updating"
         return "waiting_for_weights" if self.serving.policy_version is None else "serving"
@@ -104,8 +90,6 @@ class RolloutServer:
             policy_version=serving.policy_version if serving else None,
             shards_url=self.config.url_at(self.shards.port),
             paused=self.paused,
-            trouble="" if serving else self._starts.reason,
-            gave_up=serving is None and self._starts.gave_up,
         )
 
     def unready(self) -> str | None:
@@ -115,8 +99,8 @@ class RolloutServer:
         if self._current.active_id is None:
             return None
         serving = self.serving
-        if serving is None and self._starts.failures:
-            return self._starts.describe()
+        if self._trouble:
+            return f"the engine did not start: {self._trouble}"
         if serving is None or self._starting:
             return f"starting the engine of job {self._current.active_id}"
         if self.paused:
@@ -173,7 +157,7 @@ class RolloutServer:
             while not stop.is_set():
                 changed.clear()
                 await self._adopt()
-                await wait_for_event(changed, 1.0)
+                await wait_for_event(changed, _RETRY_S if self._trouble else 1.0)
                 if following.done():
                     following.result()
         finally:
@@ -181,14 +165,9 @@ class RolloutServer:
 
     async def watch(self, stop: asyncio.Event) -> None:
         """Keep an eye on the current version, the holds and the other servers."""
-        looked_ns = time.monotonic_ns()
         while not stop.is_set():
             if self.serving is not None:
                 await self._look(self.serving)
-            now_ns = time.monotonic_ns()
-            if self._held_version is not None:
-                recorder().note("held", "held", looked_ns, now_ns, version=self._held_version)
-            looked_ns = now_ns
             await wait_for_event(stop, self.config.watch_s)
 
     async def guard_engine(self, stop: asyncio.Event) -> None:
@@ -215,26 +194,6 @@ class RolloutServer:
 
     # ---------------------------------------------------------------- details
 
-    async def _engine_spans(self, max_spans: int) -> dict[str, Any]:
-        """What the engine did for a profile; nothing while there is none."""
-        if self.serving is None:
-            return {}
-        try:
-            return await self.serving.engine.spans(max_spans)
-        except (ChannelClosed, DeadlineExceeded) as err:
-            log.warning("engine_tells_no_spans", error=str(err))
-            return {}
-
-    async def _engine_environment(self, job_id: str) -> dict[str, Any] | None:
-        """What the job's engine runs with, once there is one."""
-        if self.serving is None or self.serving.job_id != job_id:
-            return None
-        try:
-            return {"engine": await self.serving.engine.environment()}
-        except (ChannelClosed, DeadlineExceeded) as err:
-            log.warning("engine_tells_no_environment", error=str(err))
-            return None
-
     def _find_shard(self, version: int, kind: Kind, index: int) -> Path | Coming | None:
         """Weights for other servers; called in threads."""
         serving = self.serving
@@ -243,20 +202,16 @@ class RolloutServer:
     async def _adopt(self) -> None:
         announced = self._current.announced
         if announced is None or announced.job_id != self._current.active_id:
-            if self._starts.failures:
-                self._starts.forget()
-                self.note_change()
             return
         if self.serving is not None:
             if self.serving.job_id == announced.job_id:
                 self.serving.trainer_url = announced.trainer_url
                 return
             await self._end_serving()
-        if self._starts.may_try(announced.job_id):
-            await self._begin_serving(announced)
+        await self._begin_serving(announced)
 
     async def _begin_serving(self, announced: JobAnnounced) -> None:
-        self._starting, self.paused = True, False
+        self._starting, self._trouble, self.paused = True, None, False
         self._announced_version = self._held_version = None
         self.note_change()
         try:
@@ -264,12 +219,9 @@ class RolloutServer:
                 serving_job(announced, self.config, on_change=self.note_change)
             )
         except (ValueError, OSError, RemoteError, ChannelClosed, DeadlineExceeded) as err:
-            self._starts.note_failed(str(err))
-            log.warning(
-                "engine_not_started", job_id=announced.job_id, error=self._starts.describe()
-            )
+            self._trouble = str(err)
+            log.warning("engine_not_started", job_id=announced.job_id, error=str(err))
         else:
-            self._starts.forget()
             await self._look(self.serving)
             log.info("serving_job", job_id=announced.job_id, engine_pid=self.serving.engine.pid)
         finally:

@@ -3,32 +3,44 @@
 import asyncio
 import os
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
 
 from shared.errors import DeadlineExceeded
 
 ROOT = Path(__file__).parents[2]
 IMAGES = "tandem-test"  # of every project here: built once
 COMMAND_S = 300.0
+PATIENCE_S = 240.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Project:
     name: str
     port: int
     password: str = field(default_factory=lambda: secrets.token_hex(16))
+    files: ClassVar[tuple[str, ...]] = ("compose.yaml",)
 
-    async def compose(self, *arguments: str, timeout_s: float = COMMAND_S) -> str:
+    async def compose(
+        self,
+        *arguments: str,
+        variables: Mapping[str, str] = MappingProxyType({}),
+        timeout_s: float = COMMAND_S,
+    ) -> str:
         """What `docker compose` prints; AssertionError with its last words if it fails."""
+        files = [word for name in self.files for word in ("-f", name)]
         return await run(
-            ["docker", "compose", "--env-file", os.devnull, "-p", self.name, *arguments],
+            [*("docker", "compose", "--env-file", os.devnull, "-p", self.name), *files, *arguments],
             env={
                 "COMPOSE_PROFILES": "cpu",
                 "BROKER_PASSWORD": self.password,
                 "TRAINER_PORT": str(self.port),
                 "TANDEM_IMAGE": IMAGES,
+                **variables,
             },
             timeout_s=timeout_s,
         )
@@ -70,3 +82,10 @@ async def run(
             await process.wait()
     assert process.returncode == 0, f"{' '.join(argv)}:\n{err.decode()[-3000:]}"
     return out.decode()
+
+
+async def until(claim: Callable[[], Awaitable[bool]], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not await claim():
+        assert time.monotonic() < deadline_s, f"waited {PATIENCE_S:g} s for {what}"
+        await asyncio.sleep(0.5)

@@ -4,10 +4,9 @@ rollouts 2 -> 3, one crashes, the reward container is killed, rollouts 3 -> 1, t
 then the end of the job, its books, its report, and `down -v`.
 """
 
-import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -18,10 +17,9 @@ import pytest_asyncio
 from services.cli.document import read_job
 from services.client import TandemClient
 from tests.balanced_books import check_books
-from tests.compose.project import ROOT, Project, run
+from tests.compose.project import PATIENCE_S, ROOT, Project, run, until
 
 STEPS = 36
-PATIENCE_S = 240.0
 # Kills the service itself, below the container's init: what a crash looks like to the engine.
 CRASH = """
 import os, pathlib, signal
@@ -83,8 +81,8 @@ async def _scale_up(stack: Project, client: TandemClient) -> None:
     before = set(await stack.containers("rollout"))
     await stack.compose("up", "-d", "--scale", "rollout=3")
     [added] = set(await stack.containers("rollout")) - before
-    await _until(lambda: _serving(client, added), f"{added} to serve the current version")
-    await _until(lambda: _has_sampled(added), f"{added} to sample a group")
+    await until(lambda: _serving(client, added), f"{added} to serve the current version")
+    await until(lambda: _has_sampled(added), f"{added} to sample a group")
 
 
 async def _kill(stack: Project) -> None:
@@ -94,7 +92,7 @@ async def _kill(stack: Project) -> None:
     await run(["docker", "exec", crashing, "python", "-c", CRASH])
     await run(["docker", "kill", reward])
     await stack.compose("up", "-d", "--no-recreate", "--scale", "rollout=3")
-    await _until(lambda: _restarted(crashing), f"{crashing} to be started again")
+    await until(lambda: _restarted(crashing), f"{crashing} to be started again")
     assert await stack.containers("reward") == [reward]
 
 
@@ -106,7 +104,7 @@ async def _scale_down(stack: Project, client: TandemClient, began_s: float) -> N
         servers = [one.name for one in await client.servers() if one.service == "rollout"]
         return servers == [f"{kept}-8710"]
 
-    await _until(alone, f"{kept} to be the only server")
+    await until(alone, f"{kept} to be the only server")
     assert await _exit_codes(stack, "rollout", began_s) == ["137", "0", "0"]  # a crash, two drains
 
 
@@ -144,10 +142,3 @@ async def _check_pages(url: str, job_id: str) -> None:
             answer = await http.get(path)
             assert answer.status_code == 200, path
             assert "text/html" in answer.headers["content-type"]
-
-
-async def _until(claim: Callable[[], Awaitable[bool]], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not await claim():
-        assert time.monotonic() < deadline_s, f"waited {PATIENCE_S:g} s for {what}"
-        await asyncio.sleep(0.5)

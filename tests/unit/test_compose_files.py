@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -107,10 +108,14 @@ def test_a_variable_that_must_be_set_fails_with_its_name(file: str, name: str) -
     assert name in done.stderr
 
 
-def test_every_variable_of_the_file_is_in_the_example() -> None:
+@pytest.mark.parametrize("profile", [*PROFILES, "observability"])
+def test_every_variable_of_the_file_is_in_the_example(profile: str) -> None:
     """And the example's defaults are the file's."""
     example = (ROOT / ".env.example").read_text().replace("#", "\n")
     given = dict(line.split("=", 1) for line in example.splitlines() if "=" in line)
-    bare = services("cpu", {"BROKER_PASSWORD": "secret"})
-    filled = services("cpu", {**given, "BROKER_PASSWORD": "secret", "DATA_DIR": ""})
+    assert set(re.findall(r"\${(\w+)", (ROOT / "compose.yaml").read_text())) == set(given) - {
+        "COMPOSE_PROFILES"
+    }
+    bare = services(profile, {"BROKER_PASSWORD": "secret"})
+    filled = services(profile, {**given, "BROKER_PASSWORD": "secret", "DATA_DIR": ""})
     assert filled == bare

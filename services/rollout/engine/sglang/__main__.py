@@ -1,7 +1,4 @@
-"""The engine child of an SGLang server.
-
-`python -m services.rollout.engine.sglang ADDRESS PARENT FOLDER`: the folder is the service's to
-remove, and its path the mark of the server's processes.
+"""The engine child of an SGLang server: `python -m services.rollout.engine.sglang ADDRESS PARENT`.
 
 Requests come over the service's channel and are answered by tasks, since it is the server that
 works. It runs under the interpreter that has SGLang, because tensors are handed over in its form.
@@ -9,6 +6,7 @@ works. It runs under the interpreter that has SGLang, because tensors are handed
 
 import asyncio
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,21 +14,19 @@ from typing import Any
 
 import structlog
 
-from services.rollout.engine.child import begin, told_spans
+from services.rollout.engine.child import begin
 from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.engine.sglang.checkpoint import first_tensors, write_folder
 from services.rollout.engine.sglang.dialects import dialect_of
 from services.rollout.engine.sglang.engine import SGLangEngine
-from services.rollout.engine.sglang.launch import check_installed, check_version
+from services.rollout.engine.sglang.launch import check_version
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import transport_of
 from services.rollout.engine.sglang.versions import FIRST, Versions, config_of
 from services.rollout.engine.weights import receive_version
 from shared.channel import Request, SyncChannel
-from shared.environment import process_facts
 from shared.errors import ChannelClosed
-from shared.spans import span
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 from shared.weights.protocol import CommitUpdate, GroupTransfer
 
@@ -61,8 +57,6 @@ class _Child:
             "activate": self._activate,
             "pause": self._pause,
             "continue": self._continue,
-            "spans": self._spans,
-            "environment": self._environment,
             "stop": self._end,
         }
 
@@ -94,9 +88,7 @@ class _Child:
             self._channel.reply(request.id, payload)
 
     async def _generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        request = GroupRequest.from_payload(payload)
-        with span("generate", "requests", samples=len(request.samples)):
-            completions = await self._engine.generate(request)
+        completions = await self._engine.generate(GroupRequest.from_payload(payload))
         return {"completions": [one.to_payload() for one in completions]}
 
     async def _abort(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -104,10 +96,9 @@ class _Child:
         return {}
 
     async def _score(self, payload: dict[str, Any]) -> dict[str, Any]:
-        with span("score", "requests", sequences=len(payload["sequences"])):
-            version, scores = await self._engine.score(
-                payload["sequences"], payload["temperature"], payload["policy_version"]
-            )
+        version, scores = await self._engine.score(
+            payload["sequences"], payload["temperature"], payload["policy_version"]
+        )
         logprobs = [one.astype("<f4").tobytes() for one in scores]
         return {"policy_version": version, "logprobs": logprobs}
 
@@ -124,10 +115,9 @@ class _Child:
         manifest = Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
         commit = CommitUpdate.model_validate_json(payload["commit"])
         async with self._changing:
-            with span("activate", "updates", policy_version=manifest.policy_version):
-                return await self._versions.activate(
-                    manifest, folder, commit, asked_at_s=payload["asked_at_s"]
-                )
+            return await self._versions.activate(
+                manifest, folder, commit, asked_at_s=payload["asked_at_s"]
+            )
 
     async def _pause(self, payload: dict[str, Any]) -> dict[str, Any]:
         async with self._changing:
@@ -137,13 +127,6 @@ class _Child:
     async def _continue(self, payload: dict[str, Any]) -> dict[str, Any]:
         self._engine.go_on()
         return {}
-
-    async def _spans(self, payload: dict[str, Any]) -> dict[str, Any]:
-        return told_spans(payload["max_spans"])
-
-    async def _environment(self, payload: dict[str, Any]) -> dict[str, Any]:
-        info = await self._engine.server.client.info()
-        return {**process_facts(), "server": {"version": str(info.get("version", "unknown"))}}
 
     async def _end(self, payload: dict[str, Any]) -> dict[str, Any]:
         self._stop.set()
@@ -178,14 +161,13 @@ async def serve(channel: SyncChannel, first: Request, folder: Path) -> None:
     spec = EngineSpec.from_payload(first.payload)
     assert spec.server is not None
     log_file = Path(spec.server.log_file or folder / "server.log")
-    server = Server(spec, spec.server, log_file=log_file, mark=str(folder))
+    server = Server(spec, spec.server, log_file=log_file)
     try:
         try:
-            check_installed(spec.server)
             versions = await started(spec, spec.server, server, folder)
         except Exception as err:
             channel.fail(first.id, err)
-            raise SystemExit(1) from err
+            raise
         channel.reply(first.id)
         await _Child(channel, versions.engine, versions).run(_arriving(channel))
     finally:
@@ -228,9 +210,9 @@ def _arriving(channel: SyncChannel) -> "asyncio.Queue[Request | None]":
 
 
 def main(argv: list[str]) -> None:
-    *who, folder = argv
-    channel, first = begin(who)
-    asyncio.run(serve(channel, first, Path(folder)))
+    channel, first = begin(argv)
+    with tempfile.TemporaryDirectory(prefix="tandem-sglang-") as folder:
+        asyncio.run(serve(channel, first, Path(folder)))
 
 
 if __name__ == "__main__":
