@@ -2,6 +2,7 @@
 
 TandemError
 ├── Retryable          leave the message unacked: it comes again, and this does not count against it
+│   └── NotYet         the same, as often as it takes: what it waits for is on its way
 ├── Rejected           bury the message now: it can never become right
 │   └── LeftHalfway    the same, but what was asked has been done in part: its state is of no use
 ├── Fatal              this process cannot go on: end it, the supervisor starts another
@@ -26,6 +27,10 @@ class TandemError(Exception):
 
 
 class Retryable(TandemError):
+    pass
+
+
+class NotYet(Retryable):
     pass
 
 

@@ -38,7 +38,7 @@ class HttpClient:
         timeout_s: float = 10.0,
         attempts: int = 4,
         token: str | None = None,
-        max_connections: int = MAX_CONNECTIONS,
+        max_connections: int | None = MAX_CONNECTIONS,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._attempts = attempts

@@ -14,7 +14,7 @@ class SamplingSection(Section):
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     """Below 1, as with `top_k`, training is biased: see the job's warnings."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=2**31)
     """0 keeps every token."""
     context_length: int = Field(gt=0)
     """Prompt and response together; longer prompts are skipped and counted."""

@@ -49,7 +49,7 @@ class SamplingParams(Message):
     """Of the softmax that is sampled from."""
     top_p: float = Field(1.0, gt=0, le=1)
     """The smallest set of tokens that holds so much probability."""
-    top_k: int = Field(0, ge=0, description="0 keeps every token")
+    top_k: int = Field(0, ge=0, lt=2**31, description="0 keeps every token")
     min_p: float = Field(
         0.0, ge=0, le=1, description="tokens below this share of the likeliest one's are left out"
     )
@@ -61,7 +61,9 @@ class SamplingParams(Message):
     """Divides positive and multiplies negative logits of tokens that came."""
     max_response_tokens: int = Field(gt=0)
     """Then the completion ends, with `length`."""
-    stop_token_ids: list[int] = Field([], description="none: nothing but the length ends it")
+    stop_token_ids: list[int] = Field(
+        [], max_length=1024, description="none: nothing but the length ends it"
+    )
 
     @property
     def has_penalties(self) -> bool:

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from shared import topology
 from shared.dead_letters import letter_fields
-from shared.errors import Fatal, Rejected, Retryable
+from shared.errors import Fatal, NotYet, Rejected, Retryable
 from shared.tasks import end
 from shared.telemetry import counter
 
@@ -296,11 +296,11 @@ class Session:
     async def _retry(self, delivery: Delivery, err: Exception) -> None:
         """Not the message's fault: it comes again, later each time, without being counted."""
         c = self._consumer
-        num_retries = self._retries.get(delivery.entry_id, 0) + 1
+        num_retries = self._retries.get(delivery.entry_id, 0) + (not isinstance(err, NotYet))
         if num_retries > c.max_retries:
             await self.bury(delivery, f"retried {c.max_retries} times: {err}")
             return
-        delay_s = self._delay_s(num_retries)
+        delay_s = self._delay_s(max(1, num_retries))
         log.info("message_retried", error=str(err), delay_s=delay_s, **self._about(delivery))
         await self._release(delivery, delivery.times_delivered - 1, delay_s)
         self._retries[delivery.entry_id] = num_retries

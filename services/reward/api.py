@@ -6,7 +6,6 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.reward.config import LimitsConfig
 from services.reward.grading import Asked, Grading
@@ -137,39 +136,3 @@ async def answer_invalid(_: Request, err: Exception) -> JSONResponse:
     ]
     is_json = not any(error["type"] == "json_invalid" for error in errors)
     return JSONResponse({"detail": detail}, status_code=422 if is_json else 400)
-
-
-class BodyLimit:
-    """Answers 413 as soon as a request's body is larger than it may be."""
-
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max_bytes:
-            await self._refuse(scope, receive, send)
-            return
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise HTTPException(413, _detail("body", self._text))
-            return message
-
-        await self._app(scope, counted, send)
-
-    @property
-    def _text(self) -> str:
-        return f"the body exceeds {self._max_bytes} bytes"
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = JSONResponse({"detail": _detail("body", self._text)}, status_code=413)
-        await answer(scope, receive, send)

@@ -14,6 +14,7 @@ from services.reward.grading import Grading
 from services.reward.pool.pool import GradingPool
 from services.reward.worker import GradeWorker
 from shared.api_page import serve_api_page
+from shared.body_limit import BodyLimit
 from shared.current_job import CurrentJob
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
@@ -42,7 +43,7 @@ def create_app(config: RewardConfig) -> FastAPI:
         await state.redis.aclose()
 
     app = FastAPI(title="Tandem reward", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(api.BodyLimit, max_bytes=config.limits.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=config.limits.max_body_bytes)
     app.add_exception_handler(RequestValidationError, api.answer_invalid)
     app.include_router(api.router)
     app.include_router(

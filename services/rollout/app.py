@@ -11,6 +11,7 @@ from services.rollout.config import RolloutConfig
 from services.rollout.server import RolloutServer
 from services.rollout.worker import SampleWorker
 from shared.api_page import serve_api_page
+from shared.body_limit import BodyLimit
 from shared.redis import create_redis
 from shared.service import Worker, health_router
 
@@ -27,6 +28,7 @@ def create_app(config: RolloutConfig) -> FastAPI:
         await redis.aclose()
 
     app = FastAPI(title="Tandem rollout", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit, max_bytes=config.limits.max_body_bytes)
     app.include_router(api.router)
     app.include_router(health_router(lambda: app.state.server.unready()))
     for kind in api.STATUS:

@@ -16,6 +16,8 @@ class LimitsConfig(Part):
     """Prompts of one /v1/generate, or sequences of one /v1/score."""
     max_samples: int = Field(65536, gt=0)
     """Completions of one /v1/generate."""
+    max_body_bytes: int = Field(2**28, gt=0)
+    """Longest body of a request."""
     max_timeout_s: float = Field(3600.0, gt=0)
     """Longest deadline that a request may set."""
 

@@ -51,6 +51,10 @@ class Progress:
     stopped: threading.Event = field(default_factory=threading.Event)
 
 
+class NotArrived(TandemError):
+    """Some source could not be asked; nothing is known against the version."""
+
+
 class StagingStopped(TandemError):
     """Nobody wants these bytes any more."""
 
@@ -136,7 +140,7 @@ class Stager:
         self, kind: Kind, shard: ShardEntry, target: Path, num_bytes: int, checksum: str
     ) -> None:
         """A file from the first source that has it right. One that failed is asked last."""
-        failures: list[str] = []
+        failures: list[HttpFailed | WeightsCorrupt] = []
         for source in self._sources(kind, shard) * _ATTEMPTS:
             self._check_wanted()
             url = f"{source.rstrip('/')}/v1/weights/{self._request.version}/{kind}/{shard.index}"
@@ -146,13 +150,16 @@ class Stager:
                 if found != checksum:
                     raise _wrong_bytes(kind, url, target, shard, self._manifest)
             except (HttpFailed, WeightsCorrupt) as err:
-                failures.append(str(err))
+                failures.append(err)
                 with self._lock:
                     self._failed[kind, source] += 1
                 log.warning("shard_refused", kind=kind, shard=shard.index, url=url, error=str(err))
             else:
                 return
-        raise WeightsCorrupt("; ".join(dict.fromkeys(failures)))
+        said = "; ".join(dict.fromkeys(map(str, failures)))
+        if any(isinstance(err, HttpFailed) for err in failures):
+            raise NotArrived(said)  # who could not be reached may have it right
+        raise WeightsCorrupt(said)
 
     def _sources(self, kind: Kind, shard: ShardEntry) -> list[str]:
         owner = self._request.owners[shard.part : shard.part + 1]

@@ -22,7 +22,7 @@ from prometheus_client import Histogram
 
 from services.rollout.engine.checks import check_probe
 from services.rollout.engine.engine import Engine
-from services.rollout.staging import Stager, StagingStopped, check_tensors
+from services.rollout.staging import NotArrived, Stager, StagingStopped, check_tensors
 from shared.errors import DeadlineExceeded, HttpFailed, RemoteError, TandemError, WeightsCorrupt
 from shared.tasks import end
 from shared.telemetry import counter, gauge, histogram
@@ -64,6 +64,7 @@ class Update:
     stager: Stager
     state: UpdateState = "staging"
     error: str = ""
+    is_wrong: bool = False  # what came, as against what did not come
     touched_at_s: float = field(default_factory=time.monotonic)
     staging: asyncio.Task[None] | None = None
     activation: asyncio.Task[CommitResult] | None = None
@@ -86,6 +87,7 @@ class Update:
             pulled_bytes=progress.pulled_bytes,
             rebuilt_shards=progress.rebuilt_shards,
             error=self.error,
+            is_wrong=self.is_wrong,
         )
 
 
@@ -318,7 +320,8 @@ class Updates:
             (update.folder / MANIFEST_FILE).write_text(manifest.model_dump_json())
         except StagingStopped:
             return  # whoever gave it up has said so
-        except (WeightsCorrupt, HttpFailed, DeadlineExceeded, OSError) as err:
+        except (WeightsCorrupt, NotArrived, HttpFailed, DeadlineExceeded, OSError) as err:
+            update.is_wrong = isinstance(err, WeightsCorrupt)
             self._close(update, "failed", str(err))
             return
         except Exception as err:

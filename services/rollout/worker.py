@@ -17,7 +17,7 @@ from services.rollout.engine.requests import Completion, GroupRequest
 from services.rollout.server import RolloutServer
 from services.rollout.serving import Serving
 from shared import topology
-from shared.errors import ChannelClosed, DeadlineExceeded, Rejected, Retryable
+from shared.errors import ChannelClosed, DeadlineExceeded, NotYet, Rejected, Retryable
 from shared.job import Job
 from shared.messages import Event, PromptGroup, Rollout, RolloutGroup, StoredRoutes, VersionSpan
 from shared.route_store import store_routes
@@ -143,7 +143,7 @@ class SampleWorker:
             serving, prompt.min_policy_version, self._config.version_wait_s
         ):
             held = serving.policy_version
-            raise Retryable(
+            raise NotYet(  # an outage or a way back may take long
                 f"{prompt.group_id} needs version {prompt.min_policy_version}, not {held}"
             )
         completions = await self._sample(serving, prompt)

@@ -25,6 +25,10 @@ class UpdateFailed(TandemError):
     """A server said that an update cannot be applied, or nothing that we understand."""
 
 
+class NotStaged(UpdateFailed):
+    """Sources out of reach, no room, a deadline, an abort: nothing speaks against the version."""
+
+
 class _Info(BaseModel):
     job_id: str | None = None
     policy_version: int | None = None
@@ -54,7 +58,8 @@ class Transaction:
         status = _read(UpdateStatus, answer)
         while status.state not in ("staged", "active"):
             if status.state in ("failed", "aborted"):
-                raise UpdateFailed(f"staging {status.state}: {status.error}")
+                kind = UpdateFailed if status.is_wrong else NotStaged
+                raise kind(f"staging {status.state}: {status.error}")
             if time.monotonic() > ends_s:
                 progress = f"{status.staged_bytes} of {status.total_bytes} bytes"
                 what = f"{self._url} to stage version {begin.version} ({progress})"
@@ -117,7 +122,7 @@ def is_refusal(err: Exception) -> bool:
     """Whether the version was looked at and cannot be served: the server says so, or its files."""
     if isinstance(err, HttpFailed):
         return err.status == REFUSED
-    return isinstance(err, UpdateFailed | WeightsCorrupt)
+    return isinstance(err, UpdateFailed | WeightsCorrupt) and not isinstance(err, NotStaged)
 
 
 def _read(model: type[M], answer: object) -> M:

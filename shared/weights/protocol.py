@@ -136,6 +136,7 @@ class UpdateStatus(_Strict):
     rebuilt_shards: int = Field(0, description="that were made from the base and what changed")
     error: str = ""
     """Why it failed, with the tensor's name."""
+    is_wrong: bool = Field(False, description="what came is not this version: no repeat helps")
 
 
 class CommitResult(_Strict):

@@ -48,7 +48,9 @@ class FakeServer:
     chunk: int = 0  # scores behind so many tokens are of the token before
     breaks_next_health: bool = False  # the connection, not the server
     breaks_next_stream: bool = False  # in the middle of every sequence
+    forbidden: int = -1  # a prompt with this token is answered 400
     endless: frozenset[int] = frozenset()  # samples that run until they are aborted
+    running: int = 0  # of the endless ones
     aborted: list[str] = field(default_factory=list)
     asked: list[list[list[int]]] = field(default_factory=list)  # input_ids of each stream
     _weights: dict[str, Any] = field(default_factory=dict)
@@ -161,6 +163,7 @@ class FakeServer:
 
     async def _run_until_aborted(self, body: dict[str, Any]) -> Any:
         """One sequence, with a token by then."""
+        self.running += 1
         async with asyncio.timeout(20):
             while body["rid"][0] not in self.aborted:  # noqa: ASYNC110  another request tells it
                 await asyncio.sleep(0.01)
@@ -171,6 +174,10 @@ class FakeServer:
 
     async def _generate(self, body: dict[str, Any]) -> Any:
         await self._goes_on.wait()
+        if self.forbidden in body["input_ids"][0:1] or any(
+            isinstance(ids, list) and self.forbidden in ids for ids in body["input_ids"]
+        ):
+            return JSONResponse({"error": {"message": "Input is not allowed"}}, 400)
         if isinstance(body["input_ids"][0], int):
             return self._answer(body["input_ids"], body["sampling_params"], body)
         if self.endless and int(body["rid"][0].rstrip(";").rpartition(".")[2]) in self.endless:

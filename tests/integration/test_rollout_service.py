@@ -274,6 +274,11 @@ async def test_generate_and_score_over_http(
         assert (code, "token id 999 is outside the vocabulary of 320" in text) == (422, True)
         code, text = await status("/v1/generate", prompts=[{"token_ids": [1] * 64}])
         assert (code, "64 tokens, allowed are 1 to 63" in text) == (422, True)
+        code, text = await status("/v1/generate", sampling=body["sampling"] | {"top_k": 2**63})
+        assert (code, "2147483648" in text) == (422, True)
+        stops = body["sampling"] | {"stop_token_ids": [1] * 1025}
+        code, text = await status("/v1/generate", sampling=stops)
+        assert (code, "1024" in text) == (422, True)
         code, _ = await status("/v1/generate", prompts=[{"token_ids": [1], "text": "x"}])
         assert code == 422
         code, text = await status("/v1/score", sequences=[[1, -1]])

@@ -359,3 +359,42 @@ async def test_samples_of_a_group_that_ended_early_are_the_ones_that_were_comple
         (whole,) = await world.engine.generate(rest)
         assert whole.version_spans == [(number, 4)]
         assert whole.token_ids[:1].tolist() == first.token_ids.tolist()
+
+
+async def test_what_the_server_refuses_is_refused_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """A request that is wrong is no lost server: neither the gate nor the others suffer."""
+    for stream_interval in (0, 2):
+        async with attached(FakeServer(), tmp_path, stream_interval=stream_interval) as world:
+            number = await world.activate(OLD)
+            world.fake.forbidden = 255
+            wrong = GroupRequest(
+                "wrong", np.array([255, 1], np.int32), [0], SamplingParams(max_response_tokens=4), 1
+            )
+            with pytest.raises(ValueError, match=r"400.*not allowed"):
+                await asyncio.wait_for(world.engine.generate(wrong), 5)
+            assert await asyncio.wait_for(world.sample(), 5) == [(number, 4)]
+            assert world.engine.num_running == 0
+
+
+async def test_control_calls_do_not_wait_for_sequences(tmp_path: Path) -> None:
+    """Each sequence of a group with spare samples has a call of its own."""
+    many = 130
+    fake = FakeServer()
+    async with attached(fake, tmp_path) as world:
+        await world.activate(OLD)
+        fake.endless = frozenset(range(many))
+        request = GroupRequest(
+            "many",
+            np.array(PROBE[0], np.int32),
+            list(range(many)),
+            SamplingParams(max_response_tokens=4),
+            seed=1,
+            enough=many - 1,
+        )
+        running = asyncio.create_task(world.engine.generate(request))
+        async with asyncio.timeout(20):
+            while fake.running < many:  # noqa: ASYNC110  the server's count
+                await asyncio.sleep(0.02)
+        assert await world.engine.server.client.is_well(timeout_s=2)
+        await world.engine.abort("many")
+        assert len(await asyncio.wait_for(running, 20)) == many

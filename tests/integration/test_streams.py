@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from shared.errors import Fatal, Rejected, Retryable
+from shared.errors import Fatal, NotYet, Rejected, Retryable
 from shared.streams import (
     Consumer,
     announce,
@@ -181,6 +181,21 @@ async def test_endless_retries_are_bounded(redis):
         await until(lambda: nothing_left(redis))
     (letter,) = await dead_letters(redis, STREAM)
     assert letter.reason == "retried 3 times: never ready"
+
+
+async def test_what_is_on_its_way_is_waited_for_beyond_the_retries(redis):
+    calls = []
+
+    async def handle(body):
+        calls.append(body)
+        if len(calls) < 8:
+            raise NotYet("version 3 is being staged")
+
+    await publish(redis, STREAM, b"x")
+    async with consuming(consumer(redis, max_retries=2, retry_s=0.02), handle):
+        await until(lambda: nothing_left(redis))
+    assert len(calls) == 8
+    assert await dead_letters(redis, STREAM) == []
 
 
 async def test_fatal_ends_the_consumer_and_counts_against_its_message_only(redis):

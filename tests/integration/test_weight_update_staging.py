@@ -171,7 +171,7 @@ async def test_one_flipped_bit_is_named_and_nothing_is_served(
     trainer.spoil = flip
     begin(updates, trainer, 1)
     status = await outcome(updates, 1)
-    assert status.state == "failed"
+    assert (status.state, status.is_wrong) == ("failed", True)
     assert f"checksum of {victim.name} differs" in status.error
     with pytest.raises(UpdateConflict, match="version 1 is failed"):
         await updates.commit(1, CommitUpdate())
@@ -202,6 +202,17 @@ async def test_a_dead_source_is_passed_over(updates: Updates, trainer: Trainer) 
     )
     updates.begin(request, known_sources=[gone, trainer.url])
     assert (await outcome(updates, 1)).state == "staged"
+
+
+async def test_sources_that_cannot_be_asked_say_nothing_against_a_version(
+    updates: Updates, trainer: Trainer
+) -> None:
+    gone = "http://127.0.0.1:9"
+    request = BeginUpdate(job_id=JOB_ID, version=1, manifest=trainer.manifest(1), sources=[gone])
+    updates.begin(request, known_sources=[gone])
+    status = await outcome(updates, 1)
+    assert (status.state, status.is_wrong) == ("failed", False)
+    assert gone in status.error
 
 
 async def test_a_manifest_that_does_not_fit_the_model_pulls_nothing(

@@ -30,10 +30,14 @@ class SGLangClient:
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self._http = HttpClient(token=token, attempts=1)  # whoever asks owns the repeating
+        # Whoever asks owns the repeating. Sampling has connections of its own, as many as sequences
+        # run: a pause must not wait for what it is to end.
+        self._http = HttpClient(token=token, attempts=1)
+        self._sampling = HttpClient(token=token, attempts=1, max_connections=None)
 
     async def close(self) -> None:
         await self._http.close()
+        await self._sampling.close()
 
     async def info(self) -> dict[str, Any]:
         """Version, arguments and the class that is served."""
@@ -61,7 +65,7 @@ class SGLangClient:
 
     async def generate(self, body: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
         """One answer per sequence of `body["input_ids"]`."""
-        answer = await self._http.post(f"{self.url}/generate", body, timeout_s=timeout_s)
+        answer = await self._sampling.post(f"{self.url}/generate", body, timeout_s=timeout_s)
         if not isinstance(answer, list) or len(answer) != len(body["input_ids"]):
             raise ServerRefused(f"/generate of {len(body['input_ids'])} gave {str(answer)[:300]}")
         return answer
@@ -71,7 +75,7 @@ class SGLangClient:
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """The same answers as they grow: (which sequence, all that it has so far)."""
         url = f"{self.url}/generate"
-        async for line in self._http.post_for_lines(
+        async for line in self._sampling.post_for_lines(
             url, body | {"stream": True}, timeout_s=timeout_s
         ):
             if line == "data: [DONE]":

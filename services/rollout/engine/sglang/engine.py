@@ -42,6 +42,7 @@ log = structlog.get_logger()
 _HOME_S = 60.0  # for running sequences to come back when told to
 _CALL_S = 1800.0
 _ABORT_AGAIN_S = 1.0
+_REFUSED = (400, 413, 422)  # the request itself, whoever is asked
 
 
 class SGLangEngine:
@@ -240,6 +241,8 @@ class SGLangEngine:
             else:
                 found = dict(enumerate(await client.generate(body, timeout_s=_CALL_S)))
         except HttpFailed as err:
+            if err.status in _REFUSED:
+                raise ValueError(f"SGLang refused {call_id}: {err}") from err
             # The server is gone; the guard brings another, and the sequences go on from here.
             log.warning("sglang_call_lost", call=call_id, error=str(err))
             self._gate.clear()

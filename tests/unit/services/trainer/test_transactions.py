@@ -56,9 +56,13 @@ async def test_staging_is_polled_until_it_is_done() -> None:
 
 
 async def test_staging_that_fails_says_why() -> None:
-    update = transaction(lambda _: (200, status("failed", error="checksum of w")))
-    with pytest.raises(UpdateFailed, match="staging failed: checksum of w"):
-        await update.stage(BEGIN)
+    """And whether that speaks against the version."""
+    for is_wrong in (True, False):
+        told = status("failed", error="checksum of w", is_wrong=is_wrong)
+        update = transaction(lambda _, told=told: (200, told))
+        with pytest.raises(UpdateFailed, match="staging failed: checksum of w") as failed:
+            await update.stage(BEGIN)
+        assert is_refusal(failed.value) == is_wrong
 
 
 async def test_staging_that_does_not_end_is_given_up_with_its_progress() -> None:
