@@ -59,6 +59,17 @@ class JobStatus(_Answer):
         return self.state in ENDED
 
 
+class ProfileStatus(_Answer):
+    """Example: state 'recording', 1 of 3 steps seen; `result` once it is 'done'."""
+
+    profile_id: str
+    state: str
+    steps: int
+    steps_seen: int
+    error: str = ""
+    result: dict[str, Any] = {}
+
+
 class KeptVersion(_Answer):
     """A version that can be served again."""
 
@@ -175,6 +186,25 @@ class TandemClient:
         """summary.json; `HttpFailed` with 404 while it is not written yet."""
         answer = await self._http.get(f"{self._url}/v1/jobs/{job_id}/summary")
         return dict(answer)
+
+    async def num_events(self, job_id: str) -> int:
+        """Lines of the job's events so far."""
+        return int((await self._of_job("GET", job_id, "/metrics"))["after"])
+
+    async def ask_profile(self, job_id: str, steps: int) -> ProfileStatus:
+        """`HttpFailed` with 409 says why the job cannot be profiled now."""
+        url = f"{self._url}/v1/jobs/{job_id}/profiles"
+        return ProfileStatus.model_validate(await self._http.post(url, {"steps": steps}))
+
+    async def profile(self, job_id: str, profile_id: str) -> ProfileStatus:
+        url = f"{self._url}/v1/jobs/{job_id}/profiles/{profile_id}"
+        return ProfileStatus.model_validate(await self._http.get(url))
+
+    async def profile_trace(self, job_id: str, profile_id: str) -> dict[str, Any]:
+        """The time line as a Chrome trace."""
+        return dict(
+            await self._http.get(f"{self._url}/v1/jobs/{job_id}/profiles/{profile_id}/trace")
+        )
 
     async def servers(self) -> list[Replica]:
         answer = await self._http.get(f"{self._url}/v1/servers")

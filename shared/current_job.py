@@ -7,8 +7,9 @@ from redis.asyncio import Redis
 
 from shared import topology
 from shared.job import Job
-from shared.messages import JobAnnounced
+from shared.messages import JobAnnounced, ProfileAnnounced
 from shared.streams import read_from
+from shared.telemetry import bind_process
 
 CHECK_S = 1.0  # the key is read again this often, in case the news went by
 
@@ -26,6 +27,12 @@ class CurrentJob:
         return one.job_id if one is not None and one.state == "active" else None
 
     @property
+    def profile(self) -> ProfileAnnounced | None:
+        """Of the active job, while one is taken."""
+        one = self.announced
+        return one.profile if one is not None and one.state == "active" else None
+
+    @property
     def job(self) -> Job | None:
         return None if self.announced is None else Job.model_validate(self.announced.job)
 
@@ -34,6 +41,7 @@ class CurrentJob:
         body = cast(bytes | None, await self._redis.get(topology.JOB_CURRENT))
         if body is not None:
             self.announced = JobAnnounced.unpack(body)
+            bind_process(job_id=self.active_id)
 
     async def follow(self, stop: asyncio.Event, changed: asyncio.Event) -> None:
         """Keep up until `stop`; `changed` is set whenever another job is active, or none."""

@@ -259,6 +259,34 @@ class TrainingBatch(Message):
     supervised: bool = Field(False, description="responses are examples: their likelihood grows")
 
 
+class ProfileAnnounced(Message):
+    """While it stands in the job's announcement, every service records what it does."""
+
+    job_id: str
+    profile_id: str
+    max_spans: int = Field(gt=0, description="that one process keeps")
+
+
+class SpanBatch(Message):
+    """What one process did, in the order of its ends; times are its monotonic clock's."""
+
+    version: Literal[1] = 1
+    profile_id: str
+    service: str
+    replica: str
+    process: str = Field(description="the replica, or its engine: 'rollout-0 engine'")
+    host: str
+    pid: int
+    boot_id: str = Field(description="processes of one boot have one monotonic clock")
+    clock_offset_ns: int = Field(description="the broker's clock less that one")
+    clock_uncertainty_ns: int = Field(ge=0, description="half of the round trip that measured it")
+    num_dropped: int = Field(ge=0, description="spans that did not fit so far")
+    is_last: bool = False
+    spans: list[tuple[str, str, int, int, dict[str, Any]]] = Field(
+        description="name, track, begin and end in nanoseconds, facts"
+    )
+
+
 class JobAnnounced(Message):
     """What services must know of the job in progress; `state` ends with 'finished'."""
 
@@ -267,6 +295,7 @@ class JobAnnounced(Message):
     state: Literal["active", "finished"]
     trainer_url: str
     job: dict[str, Any] = Field(description="the resolved job document (shared/job.py)")
+    profile: ProfileAnnounced | None = None
 
 
 class WeightsAnnounced(Message):

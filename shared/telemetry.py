@@ -20,14 +20,21 @@ _NOISY = ("httpx", "httpcore", "uvicorn.access", "asyncio", "stamina")
 
 
 def configure_logging(
-    service: str, *, level: str = "INFO", json: bool | None = None, replica: str | None = None
+    service: str,
+    *,
+    level: str = "INFO",
+    json: bool | None = None,
+    replica: str | None = None,
+    rank: int | None = None,
 ) -> None:
     """Route structlog and stdlib logging to stderr; `json=None` means JSON unless a terminal."""
+    _identity().clear()
+    bind_process(service=service, replica=replica, rank=rank)
     as_json = not sys.stderr.isatty() if json is None else json
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
-        _stamp({"service": service, "replica": replica}),
+        _stamp,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     structlog.configure(
@@ -48,6 +55,24 @@ def configure_logging(
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def bind_process(**ids: Any) -> None:
+    """Put these on every record of the process from now on; None takes an id away.
+
+    For what holds for the whole process, such as the job in progress. What holds for one task (a
+    group) is bound with `structlog.contextvars.bound_contextvars`.
+    """
+    for name, value in ids.items():
+        if value is None:
+            _identity().pop(name, None)
+        else:
+            _identity()[name] = value
+
+
+@cache
+def _identity() -> dict[str, Any]:
+    return {}
+
+
 def _rendering(as_json: bool) -> list[Processor]:
     clean = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if not as_json:
@@ -59,15 +84,10 @@ def _rendering(as_json: bool) -> list[Processor]:
     ]
 
 
-def _stamp(identity: dict[str, Any]) -> Processor:
-    known = {key: value for key, value in identity.items() if value is not None}
-
-    def stamp(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-        for key, value in known.items():
-            event.setdefault(key, value)
-        return event
-
-    return stamp
+def _stamp(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    for key, value in _identity().items():
+        event.setdefault(key, value)
+    return event
 
 
 @cache

@@ -40,6 +40,11 @@ def events(job_id: str) -> str:
     return _stream(job_id, "events")
 
 
+def spans(job_id: str) -> str:
+    """What services did while a profile was taken."""
+    return _stream(job_id, "spans")
+
+
 def weights_current(job_id: str) -> str:
     """Key of the WeightsAnnounced that late joiners read."""
     return _stream(job_id, "weights:current")

@@ -17,6 +17,7 @@ from services.cli.evaluate import evaluate
 from services.cli.explain import explain
 from services.cli.parity import parity
 from services.cli.plan import plan
+from services.cli.profile import profile
 from services.cli.regrade import regrade
 from services.cli.replay import replay
 from services.cli.run import log_to, run
@@ -69,6 +70,7 @@ app.command()(explain)
 app.command()(parity)
 app.command()(pause)
 app.command()(plan)
+app.command()(profile)
 app.command("eval")(evaluate)
 app.command()(regrade)
 app.command()(replay)

@@ -19,6 +19,7 @@ from services.evaluator.worker import GOODBYE_S, EvalWorker
 from shared.answers import answer_malformed
 from shared.api_page import serve_api_page
 from shared.current_job import CurrentJob
+from shared.environment import Environment
 from shared.http import HttpClient
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
@@ -32,6 +33,9 @@ def create_app(config: EvaluatorConfig) -> FastAPI:
         state.redis = create_redis(config.redis_url, process=f"evaluator-{config.name}")
         state.archive = Archive(config.runs_dir.resolve())
         state.current = CurrentJob(state.redis)
+        state.environment = Environment(
+            state.redis, state.current, config, service="evaluator", replica=config.name
+        )
         # Whoever asks repeats, up to a deadline. Two evaluations at a time, room for grading each.
         connections = 4 * config.runner.samples_in_flight
         async with HttpClient(attempts=1, max_connections=connections) as http:
@@ -94,6 +98,12 @@ def workers(app: FastAPI, config: EvaluatorConfig) -> list[Worker]:
 
         await keep_registered(app.state.redis, describe, stop)
 
+    async def take_part_in_profiles(stop: asyncio.Event) -> None:
+        await app.state.worker.profiled.run(stop)
+
+    async def tell_environment(stop: asyncio.Event) -> None:
+        await app.state.environment.run(stop)
+
     return [
         follow_jobs,
         evaluate_jobs,
@@ -101,4 +111,6 @@ def workers(app: FastAPI, config: EvaluatorConfig) -> list[Worker]:
         compare_on_request,
         watch_backlog,
         stay_registered,
+        take_part_in_profiles,
+        tell_environment,
     ]

@@ -22,6 +22,7 @@ from services.evaluator.samples import write_summary
 from services.evaluator.servers import Address, Graders, PinnedSampler
 from shared.errors import Retryable
 from shared.http import HttpClient
+from shared.spans import span
 from shared.tasks import end
 from shared.telemetry import counter, histogram, now_s
 
@@ -68,9 +69,11 @@ class Runner:
         async def evaluate(todo: tuple[Problem, int]) -> None:
             problem, index = todo
             if (drawn := file.drawn.get((problem.row, index))) is None:
-                drawn = await _draw(pinned, plan, problem, index)
+                with span("sample", "problems", row=problem.row):
+                    drawn = await _draw(pinned, plan, problem, index)
                 file.add(drawn)
-            judged = await _judge(grading, plan, problem, drawn)
+            with span("grade", "problems", row=problem.row):
+                judged = await _judge(grading, plan, problem, drawn)
             file.add(judged)
             self._samples.labels(judged.outcome.kind).inc()
             progress(file.num_finished, len(plan.problems))

@@ -18,6 +18,8 @@ from shared.current_job import CurrentJob
 from shared.data import DataError
 from shared.errors import DeadlineExceeded, Retryable
 from shared.messages import EvalRequested, Event
+from shared.profiled import Profiled
+from shared.spans import span
 from shared.streams import Consumer, backlog, publish
 from shared.tasks import following, wait_for_event
 from shared.telemetry import counter, note_backlog, now_s
@@ -43,6 +45,7 @@ class EvalWorker:
         self._redis = redis
         self._runner = runner
         self._current = current
+        self.profiled = Profiled(redis, current, service="evaluator", replica=replica)
         self._replica = replica
         self._drain_s = max(drain_s - GOODBYE_S, 0.0)
         self._changed = asyncio.Event()
@@ -82,7 +85,8 @@ class EvalWorker:
         request = EvalRequested.unpack(body)
         self.busy = True
         try:
-            await self._answer(request, self._changed)
+            with structlog.contextvars.bound_contextvars(eval_id=request.eval_id):
+                await self._answer(request, self._changed)
         finally:
             self.busy = False
 
@@ -104,12 +108,13 @@ class EvalWorker:
         self, request: EvalRequested, plan: Plan, stop: asyncio.Event, *, as_: str
     ) -> None:
         try:
-            fields = await self._runner.run(
-                plan,
-                sampler=held_server(self._redis, plan),
-                graders=reward_servers(self._redis),
-                stop=stop,
-            )
+            with span(plan.suite, "evaluations", policy_version=plan.policy_version):
+                fields = await self._runner.run(
+                    plan,
+                    sampler=held_server(self._redis, plan),
+                    graders=reward_servers(self._redis),
+                    stop=stop,
+                )
         except (EvaluationFailed, DeadlineExceeded, OSError) as err:
             await self._fail(request, f"{as_}_failed", str(err), suite=plan.suite)
             return

@@ -11,6 +11,7 @@ from services.reward.config import LimitsConfig
 from services.reward.grading import Asked, Grading
 from shared.job_reward import OverlongSection, RewardPart
 from shared.messages import Outcome
+from shared.spans import span
 
 MAX_ERRORS_SHOWN = 20
 
@@ -88,7 +89,8 @@ async def grade(body: GradeRequest, request: Request) -> GradeResponse:
     grading = cast(Grading, request.app.state.grading)
     asked = [item.asked(limits.default_timeout_s) for item in body.items]
     _refuse_beyond(asked, limits, grading)
-    return GradeResponse(outcomes=await grading.grade(asked))
+    with span("grade", "requests", items=len(asked)):
+        return GradeResponse(outcomes=await grading.grade(asked))
 
 
 @router.get("/graders")

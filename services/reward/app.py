@@ -16,6 +16,7 @@ from services.reward.worker import GradeWorker
 from shared.api_page import serve_api_page
 from shared.body_limit import BodyLimit
 from shared.current_job import CurrentJob
+from shared.environment import Environment
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
 from shared.service import Worker, health_router
@@ -29,10 +30,14 @@ def create_app(config: RewardConfig) -> FastAPI:
         state.pool = await GradingPool.start(config.pool)
         state.grading = Grading(state.pool, config.remotes)
         state.redis = create_redis(config.redis_url, process=f"reward-{config.name}")
+        current = CurrentJob(state.redis)
+        state.environment = Environment(
+            state.redis, current, config, service="reward", replica=config.name
+        )
         state.worker = GradeWorker(
             state.redis,
             state.grading,
-            CurrentJob(state.redis),
+            current,
             replica=config.name,
             concurrency=config.groups_in_flight,
             drain_s=config.drain_s,
@@ -82,4 +87,18 @@ def workers(app: FastAPI, config: RewardConfig) -> list[Worker]:
 
         await keep_registered(app.state.redis, describe, stop)
 
-    return [follow_jobs, grade_groups, guard_pool, watch_backlog, stay_registered]
+    async def take_part_in_profiles(stop: asyncio.Event) -> None:
+        await app.state.worker.profiled.run(stop)
+
+    async def tell_environment(stop: asyncio.Event) -> None:
+        await app.state.environment.run(stop)
+
+    return [
+        follow_jobs,
+        grade_groups,
+        guard_pool,
+        watch_backlog,
+        stay_registered,
+        take_part_in_profiles,
+        tell_environment,
+    ]

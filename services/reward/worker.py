@@ -19,6 +19,8 @@ from shared.current_job import CurrentJob
 from shared.errors import Rejected
 from shared.job_reward import RewardSection
 from shared.messages import Event, Outcome, RolloutGroup, Score, ScoredGroup
+from shared.profiled import Profiled
+from shared.spans import span
 from shared.streams import Consumer, backlog, publish
 from shared.tasks import following, wait_for_event
 from shared.telemetry import counter, histogram, note_backlog, now_s
@@ -48,6 +50,7 @@ class GradeWorker:
         self._redis = redis
         self._grading = grading
         self._current = current
+        self.profiled = Profiled(redis, current, service="reward", replica=replica)
         self._replica = replica
         self._concurrency = concurrency
         self._drain_s = drain_s
@@ -88,7 +91,9 @@ class GradeWorker:
         await self._grading.prepare([*graders, *(suite.grader for suite in suites)])
 
         async def handle(body: bytes) -> None:
-            await self._grade(RolloutGroup.unpack(body), job_id, job.reward)
+            group = RolloutGroup.unpack(body)
+            with structlog.contextvars.bound_contextvars(group_id=group.prompt.group_id):
+                await self._grade(group, job_id, job.reward)
 
         consumer = Consumer(
             self._redis, topology.rollouts(job_id), topology.GRADERS, self._replica, LEASE_S
@@ -117,7 +122,10 @@ class GradeWorker:
             known = ", ".join(self._grading.names)
             raise Rejected(f"{prompt.group_id}: no grader {unknown!r}; there are {known}")
         begin_s = time.monotonic()
-        outcomes = await self._grading.grade(asked, retries=reward.retries, retried=reward.retried)
+        with span("group", "groups", group=prompt.group_id):
+            outcomes = await self._grading.grade(
+                asked, retries=reward.retries, retried=reward.retried
+            )
         seconds = time.monotonic() - begin_s
         scored = ScoredGroup(group=group, outcomes=outcomes, grading_s=seconds)
         await publish(self._redis, topology.groups(job_id), scored.pack())

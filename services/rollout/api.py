@@ -18,6 +18,7 @@ from shared.errors import ChannelClosed, DeadlineExceeded, Rejected, Retryable
 from shared.messages import SamplingParams
 from shared.parity.trace import MAX_BODY_BYTES, MEDIA_TYPE, TraceRequest
 from shared.registry import live_replicas
+from shared.spans import span
 from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
 
 router = APIRouter(prefix="/v1")
@@ -115,10 +116,12 @@ async def generate(body: GenerateRequest, request: Request) -> GenerateResponse:
     requests = [_group_request(body, j, serving) for j in range(len(body.prompts))]
     version = cast(int, serving.policy_version)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            sampling = [
-                tasks.create_task(serving.sample(one, timeout_s=body.timeout_s)) for one in requests
-            ]
+        with span("generate", "requests", prompts=len(requests)):
+            async with asyncio.TaskGroup() as tasks:
+                sampling = [
+                    tasks.create_task(serving.sample(one, timeout_s=body.timeout_s))
+                    for one in requests
+                ]
     except* (Retryable, ValueError, ChannelClosed, DeadlineExceeded, TimeoutError) as errors:
         raise _first(errors) from errors
     results = [[_sample(one, serving) for one in task.result().values()] for task in sampling]

@@ -58,4 +58,19 @@ def workers(app: FastAPI) -> list[Worker]:
     async def watch_backlog(stop: asyncio.Event) -> None:
         await app.state.worker.watch_backlog(stop)
 
-    return [run_engines, watch, guard_engine, stay_registered, sample, watch_backlog]
+    async def take_part_in_profiles(stop: asyncio.Event) -> None:
+        await app.state.server.profiled.run(stop)
+
+    async def tell_environment(stop: asyncio.Event) -> None:
+        await app.state.server.environment.run(stop)
+
+    return [
+        run_engines,
+        watch,
+        guard_engine,
+        stay_registered,
+        sample,
+        watch_backlog,
+        take_part_in_profiles,
+        tell_environment,
+    ]

@@ -9,6 +9,7 @@ everything ──> describe: the registry's record; unready: why there should be
 import asyncio
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,10 +21,13 @@ from services.rollout.peers import Peers
 from services.rollout.serving import Serving, serving_job
 from shared import topology
 from shared.current_job import CurrentJob
+from shared.environment import Environment
 from shared.errors import ChannelClosed, DeadlineExceeded, Fatal, RemoteError
 from shared.messages import JobAnnounced, WeightsAnnounced
+from shared.profiled import Profiled
 from shared.redis import broker_trouble
 from shared.registry import LEASE_S, Replica, ServerState, live_replicas, register, unregister
+from shared.spans import recorder
 from shared.tasks import end, wait_for_event
 from shared.weights.shard_server import Coming, Kind, ShardServer
 
@@ -43,6 +47,17 @@ class RolloutServer:
         self.num_peers = 1  # servers that take this job's prompts, this one included
         self._peers = Peers()
         self._current = CurrentJob(redis)
+        self.profiled = Profiled(
+            redis, self._current, service="rollout", replica=config.name, child=self._engine_spans
+        )
+        self.environment = Environment(
+            redis,
+            self._current,
+            config,
+            service="rollout",
+            replica=config.name,
+            more=self._engine_environment,
+        )
         self._starting = False
         self._trouble: str | None = None
         self._announced_version: int | None = None
@@ -165,9 +180,14 @@ class RolloutServer:
 
     async def watch(self, stop: asyncio.Event) -> None:
         """Keep an eye on the current version, the holds and the other servers."""
+        looked_ns = time.monotonic_ns()
         while not stop.is_set():
             if self.serving is not None:
                 await self._look(self.serving)
+            now_ns = time.monotonic_ns()
+            if self._held_version is not None:
+                recorder().note("held", "held", looked_ns, now_ns, version=self._held_version)
+            looked_ns = now_ns
             await wait_for_event(stop, self.config.watch_s)
 
     async def guard_engine(self, stop: asyncio.Event) -> None:
@@ -193,6 +213,26 @@ class RolloutServer:
         await asyncio.to_thread(self.shards.close)
 
     # ---------------------------------------------------------------- details
+
+    async def _engine_spans(self, max_spans: int) -> dict[str, Any]:
+        """What the engine did for a profile; nothing while there is none."""
+        if self.serving is None:
+            return {}
+        try:
+            return await self.serving.engine.spans(max_spans)
+        except (ChannelClosed, DeadlineExceeded) as err:
+            log.warning("engine_tells_no_spans", error=str(err))
+            return {}
+
+    async def _engine_environment(self, job_id: str) -> dict[str, Any] | None:
+        """What the job's engine runs with, once there is one."""
+        if self.serving is None or self.serving.job_id != job_id:
+            return None
+        try:
+            return {"engine": await self.serving.engine.environment()}
+        except (ChannelClosed, DeadlineExceeded) as err:
+            log.warning("engine_tells_no_environment", error=str(err))
+            return None
 
     def _find_shard(self, version: int, kind: Kind, index: int) -> Path | Coming | None:
         """Weights for other servers; called in threads."""

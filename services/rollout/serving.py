@@ -86,7 +86,10 @@ async def serving_job(
     await asyncio.to_thread(_remove_all_but, folder, announced.job_id)
     arch = await asyncio.to_thread(Architecture.load, checkpoint)
     tokenizer = await asyncio.to_thread(CheckpointTokenizer.load, checkpoint)
-    async with running_engine(engine_spec(job, arch, config)) as engine:
+    async with running_engine(
+        engine_spec(job, arch, config),
+        ids={"replica": config.name, "job_id": announced.job_id},
+    ) as engine:
         engine.on_load = _show_load
         updates = Updates(
             engine,

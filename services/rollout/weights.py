@@ -24,6 +24,7 @@ from services.rollout.engine.checks import check_probe
 from services.rollout.engine.engine import Engine
 from services.rollout.staging import NotArrived, Stager, StagingStopped, check_tensors
 from shared.errors import DeadlineExceeded, HttpFailed, RemoteError, TandemError, WeightsCorrupt
+from shared.spans import span
 from shared.tasks import end
 from shared.telemetry import counter, gauge, histogram
 from shared.weights.manifest import INCOMING_FILE, MANIFEST_FILE, delta_file, shard_file
@@ -165,7 +166,10 @@ class Updates:
         before = self._engine.policy_version
         try:
             check_probe(commit.probe, self._engine.spec)
-            result = await self._engine.activate(update.folder, commit, timeout_s=self._deadline_s)
+            with span("activate", "updates", policy_version=update.version):
+                result = await self._engine.activate(
+                    update.folder, commit, timeout_s=self._deadline_s
+                )
         except (RemoteError, ValueError) as err:
             self._close(update, "failed", str(err))
             raise CommitFailed(f"version {update.version} was refused: {err}") from err
@@ -314,7 +318,8 @@ class Updates:
             update.folder.mkdir(parents=True, exist_ok=True)
             if update.request.group is not None:
                 await self._receive(update, update.request.group)
-            await asyncio.to_thread(update.stager.bring_all)
+            with span("stage", "updates", policy_version=update.version):
+                await asyncio.to_thread(update.stager.bring_all)
             if update.state != "staging":
                 return  # it was given up meanwhile
             (update.folder / MANIFEST_FILE).write_text(manifest.model_dump_json())

@@ -22,6 +22,7 @@ from shared.job import Job
 from shared.messages import Event, PromptGroup, Rollout, RolloutGroup, StoredRoutes, VersionSpan
 from shared.route_store import store_routes
 from shared.routes import TokenRoutes, pack_routes
+from shared.spans import span
 from shared.streams import Consumer, Session, backlog, publish
 from shared.tasks import drain, wait_for_event
 from shared.telemetry import counter, histogram, note_backlog, now_s
@@ -137,7 +138,14 @@ class SampleWorker:
 
     async def _handle(self, serving: Serving, body: bytes) -> None:
         prompt = PromptGroup.unpack(body)
-        check_prompt(prompt, serving)
+        with (
+            structlog.contextvars.bound_contextvars(group_id=prompt.group_id),
+            span("group", "groups", group=prompt.group_id),
+        ):
+            check_prompt(prompt, serving)
+            await self._answer(serving, prompt)
+
+    async def _answer(self, serving: Serving, prompt: PromptGroup) -> None:
         began_s = time.monotonic()
         if not await self._server.wait_version(
             serving, prompt.min_policy_version, self._config.version_wait_s

@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from shared import topology
 from shared.job import Job
-from shared.messages import JobAnnounced
+from shared.messages import JobAnnounced, ProfileAnnounced
 from shared.route_store import delete_all_routes
 from shared.streams import announce
 
@@ -15,11 +15,18 @@ KEEP_CHANGES = 1000
 KEEP_ENDED_S = 3600
 
 
-async def announce_active(redis: Redis, *, job_id: str, job: Job, trainer_url: str) -> None:
+async def announce_active(
+    redis: Redis,
+    *,
+    job_id: str,
+    job: Job,
+    trainer_url: str,
+    profile: ProfileAnnounced | None = None,
+) -> None:
     """Make the job the current one; its keys live as long as it does."""
     for key in _keys(job_id):
         await redis.persist(key)
-    await _announce(redis, job_id, job, trainer_url, active=True)
+    await _announce(redis, job_id, job, trainer_url, active=True, profile=profile)
 
 
 async def announce_finished(redis: Redis, *, job_id: str, job: Job, trainer_url: str) -> None:
@@ -52,12 +59,21 @@ def work_streams(job_id: str) -> dict[str, tuple[str, str]]:
     }
 
 
-async def _announce(redis: Redis, job_id: str, job: Job, trainer_url: str, *, active: bool) -> None:
+async def _announce(
+    redis: Redis,
+    job_id: str,
+    job: Job,
+    trainer_url: str,
+    *,
+    active: bool,
+    profile: ProfileAnnounced | None = None,
+) -> None:
     body = JobAnnounced(
         job_id=job_id,
         state="active" if active else "finished",
         trainer_url=trainer_url,
         job=job.model_dump(mode="json"),
+        profile=profile,
     ).pack()
     await announce(
         redis,
@@ -75,6 +91,7 @@ def _keys(job_id: str) -> list[str]:
         *streams,
         *(topology.dead(stream) for stream in streams),
         topology.events(job_id),
+        topology.spans(job_id),
         topology.holds(job_id),
         topology.weights_current(job_id),
     ]

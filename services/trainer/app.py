@@ -21,6 +21,7 @@ from services.trainer.jobs.runner import BeginRanks, JobRunner
 from services.trainer.jobs.store import JobStore
 from services.trainer.jobs.submission import Refused
 from services.trainer.launch import LaunchBoard
+from services.trainer.profile.routes import router as profiles
 from services.trainer.report.overview import Overviews
 from services.trainer.weight_routes import find_shard
 from shared.answers import answer_malformed
@@ -70,6 +71,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
     app.include_router(launch_routes.router)
     app.include_router(operator_routes.router)
     app.include_router(weight_routes.router)
+    app.include_router(profiles)
     app.include_router(dashboard)
     app.include_router(evaluation_pages.router)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))

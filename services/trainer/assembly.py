@@ -20,7 +20,9 @@ from services.trainer.exports import Exporter
 from services.trainer.feeder import Feeder
 from services.trainer.keeper import RankKeeper, StartRanks
 from services.trainer.load import LoadMeter
+from services.trainer.metrics_file import MetricsFile
 from services.trainer.preflight.check import NUM_PROMPTS, Preflight
+from services.trainer.profile.session import Profiler
 from services.trainer.prompts import PromptSource
 from services.trainer.publisher import Publisher
 from services.trainer.recording import RECORDING_FILE, Recording
@@ -39,6 +41,7 @@ from shared.weights.protocol import GroupTransfer
 class Parts:
     job_id: str
     job: Job
+    run_dir: Path
     trainer_url: str
     config: ConductorConfig
     redis: Redis
@@ -62,6 +65,8 @@ class Parts:
     recording: Recording | None
     shelf: SampleShelf
     load: LoadMeter
+    metrics: MetricsFile
+    profiler: Profiler
 
     def close(self) -> None:
         """The run's files."""
@@ -156,6 +161,7 @@ def assemble(
     return Parts(
         job_id=job_id,
         job=job,
+        run_dir=run_dir,
         trainer_url=trainer_url,
         config=config,
         redis=redis,
@@ -176,6 +182,8 @@ def assemble(
         recording=recording,
         shelf=SampleShelf(run_dir),
         load=LoadMeter(),
+        metrics=MetricsFile(run_dir, books),
+        profiler=Profiler(redis, keeper, job_id=job_id, run_dir=run_dir, replica=replica),
         **own,
     )
 

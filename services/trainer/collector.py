@@ -180,6 +180,12 @@ class Collector:
         except Rejected as err:
             await session.bury(delivery, str(err))
             return
+        with structlog.contextvars.bound_contextvars(group_id=entry.group_id):
+            await self._settle_checked(session, delivery, scored, entry)
+
+    async def _settle_checked(
+        self, session: Session, delivery: Delivery, scored: ScoredGroup, entry: Group
+    ) -> None:
         name = entry.group_id
         held = self._kept.get(name) or self._taken.get(name)
         if held is not None and held.entry_id == delivery.entry_id:

@@ -22,6 +22,7 @@ from services.trainer.collector import StepStarved
 from services.trainer.events import follow_events
 from services.trainer.load import step_load
 from services.trainer.publisher import VersionRefused
+from services.trainer.run_environment import keep_environment
 from services.trainer.steps import VERSION_NOTE, EndState, JobPaused, StepTaker
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.warm_up import warm_up
@@ -61,7 +62,9 @@ class Conductor:
             while p.progress.steps_left:
                 self._obey_pause()
                 await self._unless_paused(p.rollback.wait())
+                await p.profiler.at_step(p.progress.step, self._announce)
                 await self._step()
+            await p.profiler.at_end(self._announce)
             await self._finish()
 
     async def close(self, ended: EndState | None, *, error: str | None = None) -> None:
@@ -69,6 +72,7 @@ class Conductor:
         p = self.parts
         if self._eval_request is not None:
             await end(self._eval_request)
+        p.profiler.close()
         await self._steps.end(ended, error=error)
         if ended is not None:
             await announce_finished(p.redis, job_id=p.job_id, job=p.job, trainer_url=p.trainer_url)
@@ -82,8 +86,9 @@ class Conductor:
         p = self.parts
         watch = Stopwatch()
         await p.feeder.fill()
-        with watch.part("wait"):
+        with watch.part("wait") as facts:
             groups = await self._collect()
+            facts["groups"] = [group.group_id for group in groups]
         is_last_use = self._is_last_use
         with watch.part("pack"):
             if is_last_use:
@@ -231,6 +236,7 @@ class Conductor:
 
         async def on_event(event: Event) -> None:
             p.load.note(event)
+            await keep_environment(p.run_dir, event)
             await p.evals.on_event(event)
 
         await follow_events(p.redis, p.job_id, p.record, on_event, stop)
@@ -246,7 +252,13 @@ class Conductor:
 
     async def _announce(self) -> None:
         p = self.parts
-        await announce_active(p.redis, job_id=p.job_id, job=p.job, trainer_url=p.trainer_url)
+        await announce_active(
+            p.redis,
+            job_id=p.job_id,
+            job=p.job,
+            trainer_url=p.trainer_url,
+            profile=p.profiler.announced,
+        )
 
     async def _announce_again(self) -> None:
         """Everything that a broker without memory has to be told."""

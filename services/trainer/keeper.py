@@ -146,6 +146,11 @@ class RankKeeper:
         async with self._turn:
             return await self._insist(lambda ranks: ranks.climb(samples, temperature, folders))
 
+    async def spans(self, max_spans: int) -> list[dict[str, Any]]:
+        """For a profile: what each rank did. Ranks that were lost meanwhile have nothing to say."""
+        async with self._turn:
+            return await self._insist(lambda ranks: ranks.spans(max_spans))
+
     async def save(self, step: int, *, wait: bool = True) -> None:
         """Write a checkpoint, in the background unless `wait`. Once it is there, older ones, and
         batches before the oldest kept, may go."""

@@ -46,7 +46,7 @@ def main() -> None:
     if address is None:
         parser.error(f"give --channel or set {ADDRESS_VARIABLE}")
     rank = int(os.environ.get("RANK", "0"))
-    configure_logging("trainer", replica=f"rank{rank}")
+    configure_logging("trainer", replica=f"rank{rank}", rank=rank)
     _quieten_megatron()
     channel = SyncChannel.connect(address) if rank == 0 else None
     run(channel)

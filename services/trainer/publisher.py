@@ -314,7 +314,7 @@ class Publisher:
                     await self._commit(update, server, version, loads=False)
                     self._note_served(server, version)
                     return
-                watch = Stopwatch()
+                watch = Stopwatch(f"update {server.name}")
                 begin = await self._begin(server, manifest)
                 with watch.part("stage_s"):
                     staged = await update.stage(begin)

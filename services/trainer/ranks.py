@@ -95,6 +95,7 @@ class RankSet(Protocol):
     async def climb(
         self, samples: Sequence[bytes], temperature: float, folders: Mapping[int, Path]
     ) -> dict[str, list[float]]: ...
+    async def spans(self, max_spans: int) -> list[dict[str, Any]]: ...
     async def stop(self) -> None: ...
 
 
@@ -226,6 +227,11 @@ class Ranks:
         }
         answer = await self._ask("attribute", what, self._deadlines.score_s)
         return cast(dict[str, list[float]], answer["ladder"])
+
+    async def spans(self, max_spans: int) -> list[dict[str, Any]]:
+        """Have every rank record so many spans, or none any more; what each told, in rank order."""
+        answer = await self._ask("spans", {"max_spans": max_spans}, self._deadlines.score_s)
+        return cast(list[dict[str, Any]], answer["ranks"])
 
     async def stop(self) -> None:
         """Ask them to end, then see that nothing of them is left: who is late is killed."""

@@ -20,6 +20,7 @@ from services.trainer.shown_samples import shown_samples
 from services.trainer.stopwatch import Stopwatch
 from shared.errors import TandemError
 from shared.messages import TrainingBatch
+from shared.spans import span
 from shared.telemetry import gauge, histogram
 
 log = structlog.get_logger()
@@ -128,7 +129,8 @@ class StepTaker:
 
     async def train(self, step: int) -> dict[str, Any]:
         try:
-            result = await self._result_of(step)
+            with span("train", "step", step=step):
+                result = await self._result_of(step)
         except StepRefused as err:
             self._undo(err)
             raise JobPaused(str(err)) from err
@@ -175,6 +177,7 @@ class StepTaker:
         }
         p.books.tell_step(step, fields=fields, event=p.events("step", **fields))
         p.record.flush_journal()
+        p.metrics.flush()
         if seconds is not None:
             histogram("trainer_step_seconds", "Duration of a step.").observe(seconds)
         gauge("trainer_step", "Steps taken.").set(step)

@@ -187,6 +187,10 @@ class FakeRanks:
     ) -> dict[str, list[float]]:
         raise ValueError("these ranks have no model")
 
+    async def spans(self, max_spans: int) -> list[dict[str, Any]]:
+        self._fault("spans")
+        return []
+
     async def stop(self) -> None:
         return None
 

@@ -34,6 +34,7 @@ from shared.errors import WeightsCorrupt
 from shared.models.deepseek_v4.checkpoint import load_release
 from shared.parity.trace import Traced, TraceRequest
 from shared.quant.activation import ActivationQuant, embedded_rounding
+from shared.spans import span
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 from shared.weights.protocol import CommitUpdate, Probe
 
@@ -72,13 +73,16 @@ class EmbeddedEngine:
     def prepare(self, manifest: Manifest, folder: Path, commit: CommitUpdate) -> Candidate:
         """Build and prove a staged version beside what is served; safe in a thread of its own."""
         watch = Stopwatch()
-        canonical = read_canonical(manifest, folder)
+        with span("load", "updates", policy_version=manifest.policy_version):
+            canonical = read_canonical(manifest, folder)
         watch.lap("load_s")
-        version = build_version(
-            manifest.policy_version, self.spec.arch, canonical, build=self._build
-        )
+        with span("restore", "updates"):
+            version = build_version(
+                manifest.policy_version, self.spec.arch, canonical, build=self._build
+            )
         watch.lap("restore_s")
-        proven = self._prove(version, commit)
+        with span("probe", "updates"):
+            proven = self._prove(version, commit)
         watch.lap("probe_s")
         # From here on nobody needs what it was derived from.
         return Candidate(replace(version, canonical={}), watch.seconds, proven)
@@ -96,8 +100,9 @@ class EmbeddedEngine:
         """
         watch, version = Stopwatch(), candidate.version
         check = StateCheck(self.scheduler, candidate.proven)
-        ended = self.scheduler.switch(version, commit.pause_mode)
-        check.after_switch(ended)
+        with span("switch", "updates", policy_version=version.policy_version):
+            ended = self.scheduler.switch(version, commit.pause_mode)
+            check.after_switch(ended)
         watch.lap("pause_s")
         self._anchor = next_anchor(self._anchor, candidate.proven)
         log.info("version_active", policy_version=version.policy_version, **candidate.seconds)

@@ -19,14 +19,16 @@ from typing import Any
 
 import structlog
 
-from services.rollout.engine.child import begin
+from services.rollout.engine.child import begin, told_spans
 from services.rollout.engine.embedded import EmbeddedEngine
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
 from services.rollout.engine.state_check import PrefixKept
 from services.rollout.engine.weights import Candidate, receive_version
 from shared.channel import Request, SyncChannel
+from shared.environment import process_facts
 from shared.errors import ChannelClosed
 from shared.parity.trace import TraceRequest
+from shared.spans import span
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 from shared.weights.protocol import CommitUpdate, GroupTransfer
 
@@ -81,6 +83,8 @@ class _Loop:
             "rehearse": self._rehearse,
             "pause": self._pause,
             "continue": self._continue,
+            "spans": self._spans,
+            "environment": self._environment,
             "stop": self._stop,
         }
 
@@ -100,7 +104,9 @@ class _Loop:
             if self._activation is not None:
                 self._go_on_activating(self._activation)
             if busy:
-                self._answer(scheduler.step())
+                with span("step", "steps", running=scheduler.num_running):
+                    done = scheduler.step()
+                self._answer(done)
             self._notify_stats()
             self._tidy(busy)
 
@@ -125,9 +131,10 @@ class _Loop:
 
     def _score(self, request: Request) -> None:
         payload = request.payload
-        version, scores = self._engine.score(
-            payload["sequences"], payload["temperature"], payload["policy_version"]
-        )
+        with span("score", "steps", sequences=len(payload["sequences"])):
+            version, scores = self._engine.score(
+                payload["sequences"], payload["temperature"], payload["policy_version"]
+            )
         logprobs = [one.astype("<f4").tobytes() for one in scores]
         self._channel.reply(request.id, {"policy_version": version, "logprobs": logprobs})
 
@@ -204,6 +211,12 @@ class _Loop:
     def _continue(self, request: Request) -> None:
         self._engine.paused = False
         self._channel.reply(request.id)
+
+    def _spans(self, request: Request) -> None:
+        self._channel.reply(request.id, told_spans(request.payload["max_spans"]))
+
+    def _environment(self, request: Request) -> None:
+        self._channel.reply(request.id, process_facts())
 
     def _stop(self, request: Request) -> None:
         self._answer(list(self._engine.scheduler.abort_all()))

@@ -7,16 +7,19 @@ stop. No tensor and no torch on this side.
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import structlog
 
+from services.rollout.engine.child import IDS_VARIABLE
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
 from services.rollout.engine.sglang.spec import python_path
 from shared.channel import AsyncChannel, listening
@@ -147,6 +150,16 @@ class Engine:
     async def go_on(self) -> None:
         await self._channel.request("continue", timeout_s=CALL_S)
 
+    async def spans(self, max_spans: int) -> dict[str, Any]:
+        """Have the child record so many spans, or none any more; those since the last call."""
+        payload = {"max_spans": max_spans}
+        answer = await self._channel.request("spans", payload, timeout_s=CALL_S)
+        return {**answer, "pid": self.pid}
+
+    async def environment(self) -> dict[str, Any]:
+        """Versions of the child's interpreter, and of its server if it has one."""
+        return await self._channel.request("environment", timeout_s=CALL_S)
+
     def new_request_id(self) -> str:
         return f"request-{next(self._numbers)}"
 
@@ -182,14 +195,21 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def running_engine(spec: EngineSpec) -> AsyncIterator[Engine]:
-    """Start the child and wait until it is up; leaving ends it."""
+async def running_engine(
+    spec: EngineSpec, *, ids: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[Engine]:
+    """Start the child and wait until it is up; leaving ends it. Its records carry `ids`."""
     async with listening() as listener:
         child = await asyncio.create_subprocess_exec(
             *_command(spec),
             listener.address,
             str(os.getpid()),
-            env={**os.environ, **_ALLOCATOR, **_environment(spec)},
+            env={
+                **os.environ,
+                **_ALLOCATOR,
+                **_environment(spec),
+                IDS_VARIABLE: json.dumps(dict(ids)),
+            },
         )
         try:
             channel = await _connected(listener.accept(START_S), child)

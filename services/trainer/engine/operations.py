@@ -1,5 +1,7 @@
 """What a rank can be asked to do. Payloads and answers are msgpack values; see each handler."""
 
+import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +14,19 @@ import torch
 from services.trainer import checkpoint
 from services.trainer.engine.actor import Actor
 from services.trainer.engine.own_shards import OwnShards
+from services.trainer.engine.rank_spans import spans_of_ranks
 from services.trainer.engine.sharing import exchange, own_tensors
 from services.trainer.engine.step_metrics import Progress
 from services.trainer.export import export_version
 from services.trainer.megatron import parallel
+from services.trainer.run_environment import write_environment
+from shared.environment import chosen_variables, process_facts
 from shared.errors import TandemError
 from shared.job import Job
 from shared.messages import TrainingBatch, TrainingSample
 from shared.parity.trace import Traced, TraceRequest
+from shared.spans import span
+from shared.telemetry import bind_process
 from shared.weights.group import send_shards
 from shared.weights.manifest import MANIFEST_FILE, Manifest, ShardEntry, shard_file
 from shared.weights.protocol import GroupTransfer
@@ -46,6 +53,7 @@ class Operations:
             "send": self._send,
             "save": self._save,
             "load": self._load,
+            "spans": self._spans,
         }
 
     def run(self, op: str, payload: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +61,8 @@ class Operations:
             raise ValueError(f"unknown operation {op!r}; known: {', '.join(self._handlers)}")
         began_s = time.perf_counter()
         self._checkpoints.finish(wait=op == "load")
-        result = self._handlers[op](payload)
+        with span(op, "operations"):
+            result = self._handlers[op](payload)
         log.debug("operation_done", op=op, seconds=round(time.perf_counter() - began_s, 4))
         return result
 
@@ -64,7 +73,7 @@ class Operations:
         return self._actor
 
     def _init(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """{job_id, job} -> {step, policy_version, num_parameters}: the job's first weights."""
+        """{job_id, job, run_dir} -> {step, policy_version, num_parameters}: the first weights."""
         job = Job.model_validate(payload["job"])
         torch.set_num_threads(job.actor.num_threads)
         # Tiny softmax weights become denormals, on which a CPU is a hundred times slower.
@@ -76,7 +85,10 @@ class Operations:
             timeout_s=job.actor.watchdog.collective_timeout_s,
         )
         self._job_id = payload["job_id"]
+        bind_process(job_id=self._job_id)
         self._actor = Actor(job, progress=self._progress)
+        if run_dir := payload.get("run_dir"):
+            write_environment(Path(run_dir), f"rank{torch.distributed.get_rank()}", _facts())
         return {**self._state(), "num_parameters": self._actor.num_parameters}
 
     def _train_step(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -197,5 +209,25 @@ class Operations:
         actor.step, actor.policy_version = progress["step"], progress["policy_version"]
         return self._state()
 
+    def _spans(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{max_spans} -> {ranks}: record so many from now on, or none any more; those so far."""
+        return {"ranks": spans_of_ranks(int(payload["max_spans"]))}
+
     def _state(self) -> dict[str, int]:
         return {"step": self.actor.step, "policy_version": self.actor.policy_version}
+
+
+def _facts() -> dict[str, Any]:
+    """Of this rank: versions, where it runs, and on what."""
+    has_device = torch.cuda.is_available()
+    return {
+        **process_facts(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": torch.cuda.get_device_name() if has_device else "cpu",
+        "device_memory_bytes": torch.cuda.get_device_properties().total_memory if has_device else 0,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "threads": torch.get_num_threads(),
+        "variables": chosen_variables(os.environ),
+    }

@@ -10,6 +10,7 @@ from services.trainer.engine.schedule import TokenRecord
 from services.trainer.engine.tokens import ResponseTokens
 from services.trainer.loss.divergence import kl_k3
 from services.trainer.loss.drift import drift_metrics
+from shared.spans import span
 
 Progress = Callable[[str, int], None]
 """Called with a phase and a step."""
@@ -55,5 +56,6 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         self._progress(phase, self._step)
         began_s = time.perf_counter()
-        yield
+        with span(phase, "phases"):
+            yield
         self.seconds[phase] += time.perf_counter() - began_s

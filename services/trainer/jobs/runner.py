@@ -27,10 +27,13 @@ from services.trainer.launch import LaunchBoard
 from services.trainer.prompts import PromptSource
 from services.trainer.ranks import Ranks
 from services.trainer.replayer import Replayer
+from services.trainer.run_environment import write_environment
 from services.trainer.steps import EndState, JobPaused
+from shared.environment import environment_of
 from shared.errors import TandemError
 from shared.http import HttpClient
 from shared.tasks import end
+from shared.telemetry import bind_process
 
 log = structlog.get_logger()
 JOB_FILE = "job.json"
@@ -84,6 +87,13 @@ class JobRunner:
 
     async def _run_job(self, job: StoredJob, stop: asyncio.Event) -> None:
         job = self._store.begin(job.job_id)
+        bind_process(job_id=job.job_id)
+        try:
+            await self._attempt(job, stop)
+        finally:
+            bind_process(job_id=None)
+
+    async def _attempt(self, job: StoredJob, stop: asyncio.Event) -> None:
         log.info("job_begins", job_id=job.job_id, attempt=job.attempts)
         if job.attempts > MAX_ATTEMPTS:
             error = f"the trainer died {MAX_ATTEMPTS} times in a row without making a step"
@@ -102,6 +112,8 @@ class JobRunner:
         run_dir = self.run_dir(job.job_id)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / JOB_FILE).write_text(job.job.model_dump_json(indent=2) + "\n")
+        found = await asyncio.to_thread(environment_of, self._config)
+        await asyncio.to_thread(write_environment, run_dir, self._config.name, found)
         source = await asyncio.to_thread(PromptSource.load, job.job_id, job.job)
         return assemble(
             self._redis,

@@ -6,7 +6,7 @@ import logging
 import pytest
 import structlog
 
-from shared.telemetry import configure_logging, counter
+from shared.telemetry import bind_process, configure_logging, counter
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +69,16 @@ def test_metrics_of_one_name_are_one():
     assert counter("trial_total", "Trials.", ("kind",)) is counter(
         "trial_total", "Trials.", ("kind",)
     )
+
+
+def test_ids_of_the_process_are_on_every_line_until_they_are_taken_away(capsys):
+    configure_logging("trainer", json=True, replica="rank3", rank=3)
+    bind_process(job_id="j-1")
+    logging.getLogger("library").warning("busy")
+    structlog.get_logger().info("step_finished", job_id="j-2")  # what a line says itself counts
+    bind_process(job_id=None)
+    structlog.get_logger().info("idle")
+    theirs, own, idle = lines(capsys)
+    assert (theirs["job_id"], theirs["rank"], theirs["replica"]) == ("j-1", 3, "rank3")
+    assert own["job_id"] == "j-2"
+    assert "job_id" not in idle

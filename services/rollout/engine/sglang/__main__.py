@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from services.rollout.engine.child import begin
+from services.rollout.engine.child import begin, told_spans
 from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.engine.sglang.checkpoint import first_tensors, write_folder
 from services.rollout.engine.sglang.dialects import dialect_of
@@ -26,7 +26,9 @@ from services.rollout.engine.sglang.transports import transport_of
 from services.rollout.engine.sglang.versions import FIRST, Versions, config_of
 from services.rollout.engine.weights import receive_version
 from shared.channel import Request, SyncChannel
+from shared.environment import process_facts
 from shared.errors import ChannelClosed
+from shared.spans import span
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 from shared.weights.protocol import CommitUpdate, GroupTransfer
 
@@ -57,6 +59,8 @@ class _Child:
             "activate": self._activate,
             "pause": self._pause,
             "continue": self._continue,
+            "spans": self._spans,
+            "environment": self._environment,
             "stop": self._end,
         }
 
@@ -88,7 +92,9 @@ class _Child:
             self._channel.reply(request.id, payload)
 
     async def _generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        completions = await self._engine.generate(GroupRequest.from_payload(payload))
+        request = GroupRequest.from_payload(payload)
+        with span("generate", "requests", samples=len(request.samples)):
+            completions = await self._engine.generate(request)
         return {"completions": [one.to_payload() for one in completions]}
 
     async def _abort(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -96,9 +102,10 @@ class _Child:
         return {}
 
     async def _score(self, payload: dict[str, Any]) -> dict[str, Any]:
-        version, scores = await self._engine.score(
-            payload["sequences"], payload["temperature"], payload["policy_version"]
-        )
+        with span("score", "requests", sequences=len(payload["sequences"])):
+            version, scores = await self._engine.score(
+                payload["sequences"], payload["temperature"], payload["policy_version"]
+            )
         logprobs = [one.astype("<f4").tobytes() for one in scores]
         return {"policy_version": version, "logprobs": logprobs}
 
@@ -115,9 +122,10 @@ class _Child:
         manifest = Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
         commit = CommitUpdate.model_validate_json(payload["commit"])
         async with self._changing:
-            return await self._versions.activate(
-                manifest, folder, commit, asked_at_s=payload["asked_at_s"]
-            )
+            with span("activate", "updates", policy_version=manifest.policy_version):
+                return await self._versions.activate(
+                    manifest, folder, commit, asked_at_s=payload["asked_at_s"]
+                )
 
     async def _pause(self, payload: dict[str, Any]) -> dict[str, Any]:
         async with self._changing:
@@ -127,6 +135,13 @@ class _Child:
     async def _continue(self, payload: dict[str, Any]) -> dict[str, Any]:
         self._engine.go_on()
         return {}
+
+    async def _spans(self, payload: dict[str, Any]) -> dict[str, Any]:
+        return told_spans(payload["max_spans"])
+
+    async def _environment(self, payload: dict[str, Any]) -> dict[str, Any]:
+        info = await self._engine.server.client.info()
+        return {**process_facts(), "server": {"version": str(info.get("version", "unknown"))}}
 
     async def _end(self, payload: dict[str, Any]) -> dict[str, Any]:
         self._stop.set()
