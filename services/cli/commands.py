@@ -21,6 +21,7 @@ from services.cli.profile import profile
 from services.cli.regrade import regrade
 from services.cli.replay import replay
 from services.cli.run import log_to, run
+from services.cli.runs import runs
 from services.cli.stack import MAX_REWARD, MAX_ROLLOUT, check_stack, choose_ports, stack_programs
 from services.cli.tables import job_table, jobs_table
 from services.cli.watch import follow_job
@@ -61,6 +62,7 @@ RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
 
 LOCAL_TRAINER = "http://127.0.0.1:8700"
 
+app.add_typer(runs, name="runs")
 app.add_typer(weights, name="weights")
 app.command()(attribute)
 app.command()(cancel)

@@ -53,10 +53,10 @@ def draw_figures(
             lambda axes: draw_timeline(axes, updates),
             lambda axes: draw_shares(axes, updates),
         ]
-    return {name: _save(folder / f"{name}.png", draws) for name, draws in panels.items()}
+    return {name: save_panels(folder / f"{name}.png", draws) for name, draws in panels.items()}
 
 
-def _save(path: Path, draws: Sequence[Draw]) -> Path:
+def save_panels(path: Path, draws: Sequence[Draw]) -> Path:
     """One panel per function, below each other; a reader sees the old file or the new one."""
     width, height = _SIZE
     figure = Figure(figsize=(width, height * (0.6 + 0.4 * len(draws))), dpi=144)
@@ -118,7 +118,7 @@ def _reward(axes: Axes, curves: Curves) -> None:
 
 
 def _delta_mean(axes: Axes, curves: Curves, bound: float) -> None:
-    _line(axes, curves.step, curves.delta_mean, colour=_BLUE, label="mean of tokens")
+    draw_line(axes, curves.step, curves.delta_mean, colour=_BLUE, label="mean of tokens")
     fit = linear_fit(curves.delta_mean, curves.step)
     if math.isfinite(fit.low):
         ends = np.array([curves.step[0], curves.step[-1]])
@@ -134,12 +134,12 @@ def _delta_mean(axes: Axes, curves: Curves, bound: float) -> None:
 
 def _delta_p99(axes: Axes, curves: Curves) -> None:
     """A panel of its own: the tail is often more than ten times the mean."""
-    _line(axes, curves.step, curves.delta_p99, colour=_ORANGE, label="p99 of tokens")
+    draw_line(axes, curves.step, curves.delta_p99, colour=_ORANGE, label="p99 of tokens")
     axes.set_ylim(bottom=0)
     axes.set(xlabel="step", ylabel="p99 |Δ log p|")
 
 
-def _line(axes: Axes, steps: Curve, values: Curve, *, colour: str, label: str) -> None:
+def draw_line(axes: Axes, steps: Curve, values: Curve, *, colour: str, label: str) -> None:
     if values.size < MANY_STEPS:
         axes.plot(steps, values, color=colour, linewidth=1.5, label=label)
         return
@@ -188,7 +188,7 @@ def _lag(axes: Axes, curves: Curves) -> None:
     axes.plot(
         curves.step, curves.lag_max, ".", color=_ORANGE, markersize=4, label="largest in the step"
     )
-    _line(axes, curves.step, curves.lag_mean, colour=_BLUE, label="mean of samples")
+    draw_line(axes, curves.step, curves.lag_mean, colour=_BLUE, label="mean of samples")
     axes.set_ylim(0, max(1.0, float(np.nanmax(curves.lag_max, initial=0.0))) * 1.08)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step", ylabel="lag in versions")

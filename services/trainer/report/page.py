@@ -3,21 +3,16 @@
 Everything that comes from a job or an event is escaped.
 """
 
-import base64
-from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from services.trainer.report import proofs, sentences
 from services.trainer.report.evaluations import Comparison, Evaluation, compare, shown_of
+from services.trainer.report.markup import Row, figure, page, section, table, tiles
 from services.trainer.report.sentences import number, percent, share, signed_share
 from services.trainer.report.summary import Summary
 from shared.statistics import LEVEL
-
-_STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-
-Row = Iterable[object]
 
 # What a figure shows, for who sees it first; its legend has the rest.
 CAPTIONS = {
@@ -37,49 +32,42 @@ CAPTIONS = {
 
 
 def render_page(summary: Summary, figures: dict[str, Path]) -> str:
-    title = escape(summary.job_id or "run without events")
+    title = summary.job_id or "run without events"
     sections = [
         _tiles(summary),
         _warnings(summary),
-        _section("Before and after", sentences.evaluations(summary), _before_after(summary)),
-        _section(
+        section("Before and after", sentences.evaluations(summary), _before_after(summary)),
+        section(
             "Offline evaluation",
             _figure(figures, "pass_at_k"),
             _evaluations(summary),
             _pages(summary),
         ),
-        _section("Online reward", sentences.reward(summary), _figure(figures, "reward")),
-        _section("Preflight", proofs.preflight_sentence(summary.preflight), _preflight(summary)),
-        _section(
+        section("Online reward", sentences.reward(summary), _figure(figures, "reward")),
+        section("Preflight", proofs.preflight_sentence(summary.preflight), _preflight(summary)),
+        section(
             "Sampler against trainer",
             sentences.delta_logprob(summary),
             _figure(figures, "delta_logprob"),
         ),
         *_attribution(summary),
-        _section(
+        section(
             "Where the time goes",
             sentences.phases(summary),
             _figure(figures, "step_seconds"),
             _phases(summary),
         ),
-        _section("Staleness", sentences.lag(summary), _figure(figures, "lag")),
-        _section("The books", sentences.groups(summary), _books(summary)),
-        _section("Weight updates", _figure(figures, "updates"), _updates(summary)),
+        section("Staleness", sentences.lag(summary), _figure(figures, "lag")),
+        section("The books", sentences.groups(summary), _books(summary)),
+        section("Weight updates", _figure(figures, "updates"), _updates(summary)),
         _how(),
     ]
-    return (
-        "<!doctype html>\n"
-        '<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title} · Tandem</title><style>{_STYLE}</style></head><body><main>"
-        f"<header><h1>{title}</h1><p>{escape(sentences.headline(summary))}</p></header>"
-        f"{''.join(sections)}</main></body></html>\n"
-    )
+    return page(title, sentences.headline(summary), sections)
 
 
 def _tiles(summary: Summary) -> str:
     change = summary.before_after
-    tiles = [
+    shown = [
         ("state", summary.state),
         ("steps", f"{summary.steps} / {summary.steps_planned or '?'}"),
         ("time", sentences.duration(summary.wall_s)),
@@ -88,11 +76,8 @@ def _tiles(summary: Summary) -> str:
     ]
     if change is not None:
         arrow = f"{share(change.pass_at_1_before)} → {share(change.pass_at_1_after)}"
-        tiles.insert(1, ("pass@1", arrow))
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles
-    )
-    return f'<dl class="tiles">{cells}</dl>'
+        shown.insert(1, ("pass@1", arrow))
+    return tiles(shown)
 
 
 def _warnings(summary: Summary) -> str:
@@ -100,29 +85,8 @@ def _warnings(summary: Summary) -> str:
     return f'<ul class="warnings">{items}</ul>' if items else ""
 
 
-def _section(title: str, *parts: str) -> str:
-    """Parts that are markup start with '<'; the others are sentences."""
-    body = "".join(
-        part if part.startswith("<") else f"<p>{escape(part)}</p>" for part in parts if part
-    )
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
-
-
 def _figure(figures: dict[str, Path], name: str) -> str:
-    if name not in figures:
-        return ""
-    encoded = base64.b64encode(figures[name].read_bytes()).decode("ascii")
-    caption = escape(CAPTIONS[name])
-    image = f'<img alt="{caption}" src="data:image/png;base64,{encoded}">'
-    return f'<figure>{image}</figure><p class="caption">{caption}</p>'
-
-
-def _table(head: Row, rows: Iterable[Row]) -> str:
-    top = "".join(f"<th>{escape(str(cell))}</th>" for cell in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+    return figure(figures, name, caption=CAPTIONS[name])
 
 
 def _before_after(summary: Summary) -> str:
@@ -143,7 +107,7 @@ def _before_after(summary: Summary) -> str:
     verdict = "changed" if change.is_significant else "no change is shown"
     told = f"{_difference(change)}, p = {number(change.p_value)}: {verdict}"
     rows.append(("paired difference of pass@1", "", told))
-    return _table(("", f"version {before.policy_version}", f"version {after.policy_version}"), rows)
+    return table(("", f"version {before.policy_version}", f"version {after.policy_version}"), rows)
 
 
 def _estimate(evaluation: Evaluation, k: str) -> str:
@@ -196,7 +160,7 @@ def _evaluations(summary: Summary) -> str:
                 evaluation.skipped_problems,
             )
         )
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _phases(summary: Summary) -> str:
@@ -207,7 +171,7 @@ def _phases(summary: Summary) -> str:
         (name.replace("_", " "), number(seconds), percent(seconds / total))
         for name, seconds in summary.seconds_per_phase.items()
     ]
-    return _table(("phase", "seconds", "share"), rows)
+    return table(("phase", "seconds", "share"), rows)
 
 
 def _books(summary: Summary) -> str:
@@ -225,12 +189,12 @@ def _books(summary: Summary) -> str:
         ("response tokens sampled", summary.response_tokens_sampled),
         *((name.replace("_", " "), num) for name, num in summary.restarts.items()),
     ]
-    return _table(("", "number"), rows)
+    return table(("", "number"), rows)
 
 
 def _preflight(summary: Summary) -> str:
     rows = proofs.preflight_rows(summary.preflight)
-    return _table(proofs.PREFLIGHT_HEAD, rows) if rows else ""
+    return table(proofs.PREFLIGHT_HEAD, rows) if rows else ""
 
 
 def _attribution(summary: Summary) -> list[str]:
@@ -238,8 +202,8 @@ def _attribution(summary: Summary) -> list[str]:
     found = summary.attribution
     if not found:
         return []
-    table = _table(proofs.attribution_head(found), proofs.attribution_rows(found))
-    return [_section("Where the drift comes from", proofs.attribution_sentence(found), table)]
+    rows = table(proofs.attribution_head(found), proofs.attribution_rows(found))
+    return [section("Where the drift comes from", proofs.attribution_sentence(found), rows)]
 
 
 def _updates(summary: Summary) -> str:
@@ -256,11 +220,11 @@ def _updates(summary: Summary) -> str:
         ("share of them that servers pulled, mean", number(updates.pulled_share_mean)),
         ("probe's mean |Δ log p|, worst", number(updates.probe_mean_abs_delta_worst)),
     ]
-    return _table(("", ""), rows)
+    return table(("", ""), rows)
 
 
 def _how() -> str:
-    return _section(
+    return section(
         "How these numbers were made",
         "Everything here is computed from this run's events.jsonl. Intervals are 95 %. Those of "
         "evaluations count problems, not samples; that of a paired difference is Student's over "
