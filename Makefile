@@ -78,7 +78,7 @@ $(SGLANG_VENV)/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-n
 	@$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(SGLANG_VENV)/fork -r requirements/sglang-fork.txt
 	@touch $@
 
-$(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
+$(VENV)/.dev: requirements/dev.txt requirements/tracking.txt $(VENV)/.runtime
 	@echo "installing what the tests need into $(VENV) (once)"
-	@$(PIP) -r requirements/dev.txt
+	@$(PIP) -r requirements/dev.txt -r requirements/tracking.txt
 	@touch $@

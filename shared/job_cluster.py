@@ -72,11 +72,22 @@ class SGLangSection(Section):
 
 
 class WandbSection(Section):
-    entity: str
     project: str = "tandem"
+    entity: str | None = None
+    """Account or team; None: the default one of the key."""
+    mode: Literal["offline", "online"] = "offline"
+    """`offline` writes to the run folder, for `wandb sync`; `online` sends, and needs
+    `WANDB_API_KEY` in the trainer's environment."""
 
 
 class TrackingSection(Section):
     """Who else is told the run's numbers; the run folder has them in any case."""
 
+    tensorboard: bool = False
+    """Write event files to `tensorboard/` of the run folder."""
     wandb: WandbSection | None = None
+    """Keep a run of Weights & Biases."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.tensorboard or self.wandb is not None

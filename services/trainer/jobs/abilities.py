@@ -3,11 +3,15 @@
 Whoever builds a part takes its line out.
 """
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from shared.job import Job
+
+_INSTALL = "pip install -r requirements/tracking.txt"
+_KEY = "WANDB_API_KEY"
 
 
 class Lacking(NamedTuple):
@@ -28,7 +32,21 @@ LACKING = (
         lambda kind: kind == "torch" or find_spec("transformer_engine") is not None,
         "TransformerEngine is not installed here; 'torch' emulates FP8 on any device",
     ),
-    Lacking("tracking.wandb", lambda section: section is None, "no client of wandb is built"),
+    Lacking(
+        "tracking.tensorboard",
+        lambda wanted: not wanted or find_spec("tensorboard") is not None,
+        f"tensorboard is not installed here; {_INSTALL}",
+    ),
+    Lacking(
+        "tracking.wandb",
+        lambda section: section is None or find_spec("wandb") is not None,
+        f"wandb is not installed here; {_INSTALL}",
+    ),
+    Lacking(
+        "tracking.wandb",
+        lambda section: section is None or section.mode == "offline" or _KEY in os.environ,
+        f"mode 'online' needs {_KEY} in the trainer's environment",
+    ),
 )
 
 

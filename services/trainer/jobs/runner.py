@@ -29,6 +29,7 @@ from services.trainer.ranks import Ranks
 from services.trainer.replayer import Replayer
 from services.trainer.run_environment import write_environment
 from services.trainer.steps import EndState, JobPaused
+from services.trainer.tracking.process import tracking
 from shared.environment import environment_of
 from shared.errors import TandemError
 from shared.http import HttpClient
@@ -106,7 +107,8 @@ class JobRunner:
             self._store.end(job.job_id, "failed", f"{type(err).__name__}: {err}")
             return
         replays = job.job.mode == "train_only"
-        await self._conduct(Replayer(parts) if replays else Conductor(parts), job, stop)
+        async with tracking(job.job.tracking, self.run_dir(job.job_id)):
+            await self._conduct(Replayer(parts) if replays else Conductor(parts), job, stop)
 
     async def _open(self, job: StoredJob) -> Parts:
         run_dir = self.run_dir(job.job_id)

@@ -70,8 +70,8 @@ def test_the_longest_sample_is_what_both_budgets_allow() -> None:
 
 def test_fields_without_an_engine_part_are_refused_by_name() -> None:
     assert lacking(make_job()) == []
-    job = make_job(rollout={"engine": "sglang"}, tracking={"wandb": {"entity": "us"}})
+    job = make_job(rollout={"engine": "sglang"}, actor={"kernels": {"experts": "triton"}})
     with pytest.raises(Refused) as refused:
         check_abilities(job)
     keys = [problem.key for problem in refused.value.problems]
-    assert "tracking.wandb" in keys
+    assert "actor.kernels.experts" in keys
