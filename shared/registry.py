@@ -16,9 +16,10 @@ ServerState = Literal["idle", "starting", "waiting_for_weights", "serving", "upd
 
 
 class Replica(Message):
-    """One live replica of a service. For rollout servers the last six fields are filled.
+    """One live replica of a service. For rollout servers the fields from `job_id` on are filled.
 
-    `shards_url` is where it serves the weights that it has; of a trainer also.
+    `shards_url` is where it serves the weights that it has; of a trainer also. `trouble` is why
+    there is no engine, and with `gave_up` none will be tried again.
     """
 
     service: Literal["rollout", "reward", "evaluator", "trainer"]
@@ -31,6 +32,8 @@ class Replica(Message):
     policy_version: int | None = None
     shards_url: str = ""
     paused: bool = False
+    trouble: str = ""
+    gave_up: bool = False
 
 
 async def register(redis: Redis, record: Replica) -> None:

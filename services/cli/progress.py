@@ -61,7 +61,13 @@ class JobView:
                 self.state = str(fields.get("state") or fallback or "finished")
                 self.error = fields.get("error") or fields.get("reason")
                 return f"{self.job_id} {self.state}{f': {self.error}' if self.error else ''}"
-            case "eval_failed" | "update_failed" | "rank_restarted" | "replayed":
+            case (
+                "eval_failed"
+                | "update_failed"
+                | "engine_not_started"
+                | "rank_restarted"
+                | "replayed"
+            ):
                 told = " ".join(f"{name}={value}" for name, value in fields.items())
                 return f"{event.name.replace('_', ' ')}  {told}"
         return None

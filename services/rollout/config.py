@@ -64,6 +64,10 @@ class RolloutConfig(ServiceConfig):
     """Longest time one group may be sampled; then its prompt goes back to the others."""
     version_wait_s: float = Field(20.0, gt=0)
     """How long a taken prompt waits for the version it asks for, before it goes back."""
+    engine_starts: int = Field(5, ge=1)
+    """How often a job's engine that does not start is tried; then the job is told and pauses."""
+    engine_retry_s: float = Field(5.0, gt=0)
+    """Pause after the first failed start; each further one is twice as long."""
     watch_s: float = Field(0.2, gt=0)
     """How often the current version and the holds are looked at."""
     sglang: SGLangConfig = SGLangConfig()

@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from services.rollout.config import RolloutConfig
 from services.rollout.peers import Peers
 from services.rollout.serving import Serving, serving_job
+from services.rollout.starts import Starts
 from shared import topology
 from shared.current_job import CurrentJob
 from shared.environment import Environment
@@ -32,8 +33,6 @@ from shared.tasks import end, wait_for_event
 from shared.weights.shard_server import Coming, Kind, ShardServer
 
 log = structlog.get_logger()
-
-_RETRY_S = 5.0  # pause before an engine that did not start is tried again
 
 
 class RolloutServer:
@@ -59,7 +58,7 @@ class RolloutServer:
             more=self._engine_environment,
         )
         self._starting = False
-        self._trouble: str | None = None
+        self._starts = Starts(config.engine_retry_s, config.engine_starts)
         self._announced_version: int | None = None
         self._held_version: int | None = None
         self._engines = contextlib.AsyncExitStack()
@@ -72,7 +71,7 @@ class RolloutServer:
         if self._starting:
             return "starting"
         if self.serving is None:
-            return "stopped" if self._trouble else "idle"
+            return "stopped" if self._starts.failures else "idle"
         if self.serving.updates.is_activating:
             return "updating"
         return "waiting_for_weights" if self.serving.policy_version is None else "serving"
@@ -105,6 +104,8 @@ class RolloutServer:
             policy_version=serving.policy_version if serving else None,
             shards_url=self.config.url_at(self.shards.port),
             paused=self.paused,
+            trouble="" if serving else self._starts.reason,
+            gave_up=serving is None and self._starts.gave_up,
         )
 
     def unready(self) -> str | None:
@@ -114,8 +115,8 @@ class RolloutServer:
         if self._current.active_id is None:
             return None
         serving = self.serving
-        if self._trouble:
-            return f"the engine did not start: {self._trouble}"
+        if serving is None and self._starts.failures:
+            return self._starts.describe()
         if serving is None or self._starting:
             return f"starting the engine of job {self._current.active_id}"
         if self.paused:
@@ -172,7 +173,7 @@ class RolloutServer:
             while not stop.is_set():
                 changed.clear()
                 await self._adopt()
-                await wait_for_event(changed, _RETRY_S if self._trouble else 1.0)
+                await wait_for_event(changed, 1.0)
                 if following.done():
                     following.result()
         finally:
@@ -242,16 +243,20 @@ class RolloutServer:
     async def _adopt(self) -> None:
         announced = self._current.announced
         if announced is None or announced.job_id != self._current.active_id:
+            if self._starts.failures:
+                self._starts.forget()
+                self.note_change()
             return
         if self.serving is not None:
             if self.serving.job_id == announced.job_id:
                 self.serving.trainer_url = announced.trainer_url
                 return
             await self._end_serving()
-        await self._begin_serving(announced)
+        if self._starts.may_try(announced.job_id):
+            await self._begin_serving(announced)
 
     async def _begin_serving(self, announced: JobAnnounced) -> None:
-        self._starting, self._trouble, self.paused = True, None, False
+        self._starting, self.paused = True, False
         self._announced_version = self._held_version = None
         self.note_change()
         try:
@@ -259,9 +264,12 @@ class RolloutServer:
                 serving_job(announced, self.config, on_change=self.note_change)
             )
         except (ValueError, OSError, RemoteError, ChannelClosed, DeadlineExceeded) as err:
-            self._trouble = str(err)
-            log.warning("engine_not_started", job_id=announced.job_id, error=str(err))
+            self._starts.note_failed(str(err))
+            log.warning(
+                "engine_not_started", job_id=announced.job_id, error=self._starts.describe()
+            )
         else:
+            self._starts.forget()
             await self._look(self.serving)
             log.info("serving_job", job_id=announced.job_id, engine_pid=self.serving.engine.pid)
         finally:

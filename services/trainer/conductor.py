@@ -21,7 +21,7 @@ from services.trainer.beside import running_beside
 from services.trainer.collector import StepStarved
 from services.trainer.events import follow_events
 from services.trainer.load import step_load
-from services.trainer.publisher import VersionRefused
+from services.trainer.publisher import NoServerLeft, VersionRefused
 from services.trainer.run_environment import keep_environment
 from services.trainer.steps import VERSION_NOTE, EndState, JobPaused, StepTaker
 from services.trainer.stopwatch import Stopwatch
@@ -244,7 +244,7 @@ class Conductor:
     async def _offer(self, stop: asyncio.Event) -> None:
         try:
             await self.parts.publisher.run(stop)
-        except VersionRefused as err:
+        except (VersionRefused, NoServerLeft) as err:
             raise JobPaused(str(err)) from err
 
     async def _watch(self, stop: asyncio.Event) -> None:

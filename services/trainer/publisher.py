@@ -6,45 +6,33 @@
 
 One mechanism for new versions, late joiners, restarted servers and servers released from a hold:
 the target of a server is the version it is held at, or else the one rolled back to, or else the
-current one. Servers are updated in parallel; a slow or dead one costs the others nothing. The first
-commit of a version goes alone (the canary), and who refuses it is asked again before any other: a
-version that fails its probe reaches one server. Its effective checksum is noted, and a server
-counts as serving the version once it has said the same.
+current one. Servers are updated in parallel; a slow or dead one costs the others nothing.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import structlog
-from prometheus_client import Counter
 from redis.asyncio import Redis
 
-from services.trainer.canary import Canary, LeftToCanary
+from services.trainer.canary import Canary
+from services.trainer.delivery import Delivery
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.fanout import Fanout
 from services.trainer.rounds import Rounds
 from services.trainer.servers import MAX_REFUSALS, Server
-from services.trainer.stopwatch import Stopwatch
-from services.trainer.transactions import Transaction, UpdateFailed, is_refusal
+from services.trainer.update_notes import UpdateNotes
 from services.trainer.versions import VersionStore
 from shared import topology
-from shared.errors import DeadlineExceeded, HttpFailed, TandemError, WeightsCorrupt
+from shared.errors import TandemError
 from shared.http import HttpClient
 from shared.job_rollout import UpdateSection
 from shared.messages import WeightsAnnounced
-from shared.registry import Replica, live_replicas, register
+from shared.registry import Replica, live_replicas
 from shared.tasks import end, wait_for_event
-from shared.telemetry import counter, gauge, now_s
-from shared.weights.manifest import Manifest
-from shared.weights.protocol import (
-    BeginUpdate,
-    CommitResult,
-    CommitUpdate,
-    Probe,
-    UpdateStatus,
-)
+from shared.telemetry import gauge, now_s
+from shared.weights.protocol import Probe
 
 log = structlog.get_logger()
 NOT_READY = ("idle", "starting", "stopped")
@@ -52,6 +40,10 @@ NOT_READY = ("idle", "starting", "stopped")
 
 class VersionRefused(TandemError):
     """The canary, or every live server, says that the version cannot be served."""
+
+
+class NoServerLeft(TandemError):
+    """Every rollout server of the job has given up starting its engine."""
 
 
 class Publisher:
@@ -84,26 +76,37 @@ class Publisher:
         self._trainer_url = trainer_url
         self._store = store
         self._update = update
-        self._http = http
-        self._record = record
-        self._events = events
+        self._notes = UpdateNotes(record, events, num_servers=lambda: len(self._servers))
         self._holds = holds
-        self._owners = owners
         self._rounds = rounds
         self._needed_versions = needed_versions
         self._canary = Canary(self._is_asked) if canary else None
         self._interval_s = interval_s
         self._fanout = Fanout(shards_url, max_sends=update.max_sends)
         self._servers: dict[str, Server] = {}
-        self._slots = asyncio.Semaphore(max_parallel)
-        self._announced_at_s: float | None = None
+        self._troubles: dict[str, Replica] = {}  # servers without an engine
         self._wake = asyncio.Event()
         self._moved = asyncio.Event()
+        self._delivery = Delivery(
+            redis,
+            job_id=job_id,
+            store=store,
+            update=update,
+            http=http,
+            fanout=self._fanout,
+            canary=self._canary,
+            rounds=rounds,
+            owners=owners,
+            probe=lambda version: self.probe(version) if self.probing else None,
+            notes=self._notes,
+            on_moved=self._moved.set,
+            max_parallel=max_parallel,
+        )
 
     async def publish(self, version: int) -> None:
         """Make `version` current: late joiners find it, and every free server gets it."""
         if version != self.current:
-            self._announced_at_s = time.monotonic()
+            self._notes.announced(version)
         self.current = version
         gauge("trainer_policy_version", "The version that servers are to serve.").set(version)
         await self.announce()
@@ -163,7 +166,8 @@ class Publisher:
     def describe(self) -> dict[str, str]:
         """What each server is at, for people: 'serving 3, held', 'updating to 4'."""
         holds = self._holds()
-        return {name: one.describe(holds.get(name)) for name, one in self._by_name()}
+        broken = {name: f"no engine: {one.trouble}" for name, one in self._troubles.items()}
+        return broken | {name: one.describe(holds.get(name)) for name, one in self._by_name()}
 
     async def wait_served(self, version: int, *, deadline_s: float) -> bool:
         """Whether a server came to serve `version` in time, or every live one is held elsewhere."""
@@ -191,7 +195,7 @@ class Publisher:
         """Reconcile until `stop`, then end what is in flight.
 
         Raises `VersionRefused` when the canary, or each server, has refused the current version
-        several times.
+        several times, and `NoServerLeft`.
         """
         try:
             while not stop.is_set():
@@ -220,10 +224,23 @@ class Publisher:
             if not server.is_quarantined and self._store.manifest(target) is not None:
                 server.updating_to = target
                 server.task = asyncio.create_task(
-                    self._bring(server, target), name=f"update {name}"
+                    self._delivery.bring(server, target), name=f"update {name}"
                 )
         await self._tidy()
+        self._look_at_engines([one for one in live.values() if one.job_id == self._job_id])
         await self._check_refusals()
+
+    def _look_at_engines(self, replicas: Collection[Replica]) -> None:
+        """Tell of each server that has no engine; without any other the job cannot go on."""
+        before = self._troubles
+        self._troubles = {one.name: one for one in replicas if one.trouble}
+        for name, one in self._troubles.items():
+            known = before.get(name)
+            if known is None or (known.trouble, known.gave_up) != (one.trouble, one.gave_up):
+                self._notes.not_started(name, one.trouble, gave_up=one.gave_up)
+        if replicas and all(one.gave_up for one in replicas):
+            reasons = "; ".join(f"{n}: {one.trouble}" for n, one in self._troubles.items())
+            raise NoServerLeft(f"no rollout server can start its engine. {reasons}")
 
     async def _check_refusals(self) -> None:
         """No server can serve the target: the job cannot go on, or a rollback is given up."""
@@ -299,181 +316,9 @@ class Publisher:
         if gone:
             log.info("versions_deleted", policy_versions=gone)
 
-    async def _bring(self, server: Server, version: int) -> None:
-        """One transaction; whatever goes wrong, the server is left on what it serves."""
-        deadline_s = self._update.deadline_s
-        update = Transaction(self._http, server_url=server.record.url, deadline_s=deadline_s)
-        try:
-            async with self._slots:
-                if not self._store.is_whole(version):
-                    await asyncio.to_thread(self._store.restore, version)
-                manifest = self._store.manifest(version)
-                if manifest is None:
-                    return  # deleted meanwhile: it is no target any more
-                if await update.serves_already(self._job_id, version):
-                    await self._commit(update, server, version, loads=False)
-                    self._note_served(server, version)
-                    return
-                watch = Stopwatch(f"update {server.name}")
-                begin = await self._begin(server, manifest)
-                with watch.part("stage_s"):
-                    staged = await update.stage(begin)
-                with watch.part("commit_s"):
-                    result = await self._commit(update, server, version, loads=True)
-        except LeftToCanary:
-            await update.abort(version)  # what was staged stays there for the next time
-            server.updating_to = None
-            self._moved.set()
-        except (HttpFailed, UpdateFailed, DeadlineExceeded, WeightsCorrupt) as err:
-            await update.abort(version)
-            self._fanout.note_failed(version, server.name)
-            self._note_failed(server, version, err)
-        else:
-            self._fanout.note_served(version, server.name)
-            self._note_served(server, version)
-            self._note_committed(server, begin, staged, watch, result)
-
-    async def _begin(self, server: Server, manifest: Manifest) -> BeginUpdate:
-        """As changes if the server has what they are changes of."""
-        version, served = manifest.policy_version, server.version
-        as_changes = manifest.delta is not None and manifest.delta.base_version == served
-        url, group = server.record.shards_url, None
-        if self._rounds is not None and not as_changes:
-            group = await self._rounds.join(version, server.name, num_owners=manifest.num_parts)
-        owners = await self._registered_owners(manifest)
-        return BeginUpdate(
-            job_id=self._job_id,
-            version=version,
-            base_version=served if as_changes else None,
-            manifest=manifest if as_changes else manifest.without_delta(),
-            sources=self._fanout.sources(
-                version, server.name, url, as_changes=as_changes, has_owners=bool(owners)
-            ),
-            owners=owners,
-            group=group,
-            is_rollback=served is not None and served > version,
-        )
-
-    async def _registered_owners(self, manifest: Manifest) -> list[str]:
-        """Where the ranks serve their parts; servers pull from registered peers only."""
-        urls = self._owners()
-        if len(urls) < manifest.num_parts or manifest.num_parts == 1:
-            return []
-        for part, url in enumerate(urls):
-            name = f"{self._job_id}-rank-{part}"
-            record = Replica(
-                service="trainer",
-                name=name,
-                url=url,
-                pid=os.getpid(),
-                job_id=self._job_id,
-                state="serving",
-                shards_url=url,
-            )
-            await register(self._redis, record)
-        return urls
-
-    async def _commit(
-        self, update: Transaction, server: Server, version: int, *, loads: bool
-    ) -> CommitResult:
-        """Activate. As long as no server has accepted the version the canary tries it alone.
-
-        A server that serves it already, as after an answer that was lost, `loads` nothing and only
-        says what it has.
-        """
-        if self._canary and self._store.effective(version) is None:
-            async with self._canary.turn(version, server.name, loads=loads):
-                if self._store.effective(version) is None:
-                    return await self._commit_now(update, version)
-        return await self._commit_now(update, version)
-
-    async def _commit_now(self, update: Transaction, version: int) -> CommitResult:
-        """Every server must come to the effective checksum of the first."""
-        expected = self._store.effective(version)
-        commit = CommitUpdate(
-            pause_mode=self._update.pause_mode,
-            probe=self._store.probe(version) if self.probing else None,
-            effective_checksum=expected,
-        )
-        result = await update.commit(version, commit)
-        if (noted := self._store.effective(version)) is None:
-            self._store.keep_effective(version, result.effective_checksum)
-        elif noted != result.effective_checksum:  # without a canary both began with none
-            raise UpdateFailed(
-                f"effective checksum {result.effective_checksum} of version {version}, other "
-                f"servers have {noted}"
-            )
-        return result
-
-    def _note_served(self, server: Server, version: int) -> None:
-        server.note_committed(version)
-        self._moved.set()
-
-    def _note_committed(
-        self,
-        server: Server,
-        begin: BeginUpdate,
-        staged: UpdateStatus,
-        watch: Stopwatch,
-        result: CommitResult,
-    ) -> None:
-        manifest = begin.manifest
-        updates_total().labels("committed").inc()
-        pulled = counter("trainer_update_bytes_total", "That servers pulled.", ("kind",))
-        pulled.labels("full" if begin.base_version is None else "delta").inc(staged.pulled_bytes)
-        self._record.note(
-            self._events(
-                "update_committed",
-                server=server.name,
-                policy_version=manifest.policy_version,
-                base_version=begin.base_version,
-                is_rollback=begin.is_rollback,
-                bytes=manifest.num_bytes,
-                pulled_bytes=staged.pulled_bytes,
-                rebuilt_shards=staged.rebuilt_shards,
-                num_shards=len(manifest.shards),
-                began_at_s=now_s() - watch.total_s,
-                seconds=watch.total_s,
-                **watch.parts,
-                **result.model_dump(exclude={"version"}),
-            )
-        )
-        self._note_published(manifest)
-
-    def _note_failed(self, server: Server, version: int, err: TandemError) -> None:
-        updates_total().labels("failed").inc()
-        backoff_s = server.note_failed(version, str(err), is_refusal=is_refusal(err))
-        if self._canary and not is_refusal(err):
-            self._canary.forget_server(server.name)
-        self._moved.set()
-        what = {"server": server.name, "policy_version": version, "error": str(err)}
-        log.warning("update_failed", **what)
-        self._record.note(self._events("update_failed", **what, retry_in_s=backoff_s))
-
-    def _note_published(self, manifest: Manifest) -> None:
-        """Told once per version: when its first server serves it."""
-        version = manifest.policy_version
-        if version != self.current or self._announced_at_s is None:
-            return
-        seconds = time.monotonic() - self._announced_at_s
-        self._announced_at_s = None
-        self._record.note(
-            self._events(
-                "weights_published",
-                policy_version=version,
-                bytes=manifest.num_bytes,
-                seconds=seconds,
-                servers=len(self._servers),
-            )
-        )
-
     def _by_name(self) -> list[tuple[str, Server]]:
         return sorted(self._servers.items())
 
 
 async def _nobody(_: str) -> None:
     """Hears of a rollback that is refused."""
-
-
-def updates_total() -> Counter:
-    return counter("trainer_updates_total", "Weight updates.", ("outcome",))

@@ -29,6 +29,9 @@ Fault = Literal[
     "drops_connection",
     "labels_nothing",  # success, and tokens go on carrying the old label
     "forgets_post_processing",  # loads; post-processing answers success and does nothing
+    "garbles_tables",  # success, and integer tables are read from odd bytes
+    "asserts",  # 500 at every load, as with packed output projections: also on the way back
+    "dies",  # and whoever brings it back knows no version
     "keeps_prefixes",  # the flush answers success and drops nothing
     "keeps_prefixes_secretly",  # likewise, and no answer tells what came from the cache
 ]
@@ -133,7 +136,11 @@ class FakeServer:
             return JSONResponse({"success": False, "message": "no session is open"}, 400)
         if self._fault == "hangs":
             await asyncio.sleep(3600)
-        if self._fault == "drops_connection":
+        if self._fault == "asserts":
+            return JSONResponse({"detail": "AssertionError"}, 500)
+        if self._fault == "dies":
+            self.forget()
+        if self._fault in ("drops_connection", "dies"):
             raise ConnectionResetError
         self._pending = read_folder(Path(body["model_path"]))
         if self.dialect == "bare":
@@ -154,6 +161,9 @@ class FakeServer:
             if self._fault == "keeps_stale_copy" and old:
                 stale = {name: old[name] for name in old if self.stale in name}
                 self._weights = self._weights | stale
+            if self._fault == "garbles_tables":
+                tables = {name for name in self._weights if name.endswith("tid2eid")}
+                self._weights |= {name: self._weights[name].roll(1, 0) for name in tables}
         self._pending = None
         return await self._ok()
 

@@ -20,7 +20,7 @@ from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.dialects import dialect_of
 from services.rollout.engine.sglang.engine import SGLangEngine
-from services.rollout.engine.sglang.server import Server
+from services.rollout.engine.sglang.server import Server, ServerFailed
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import Disk
 from services.rollout.engine.sglang.versions import Versions
@@ -125,6 +125,9 @@ FAULTS: list[Fault] = [
     "drops_connection",
     "hangs",
     "labels_nothing",
+    "garbles_tables",
+    "asserts",
+    "dies",
     "keeps_prefixes",
     "keeps_prefixes_secretly",
 ]
@@ -231,6 +234,39 @@ async def test_a_prefix_of_whole_pages_is_looked_for(tmp_path: Path) -> None:
         with pytest.raises(WeightsCorrupt, match="16 of 32 tokens cached under the version before"):
             await world.activate(NEW)
         assert await world.sample() == [(old, 4)]
+
+
+async def test_a_weight_whose_scale_came_in_a_call_of_its_own_is_refused(tmp_path: Path) -> None:
+    """Two successes, and new codes are read with the old scale."""
+    rescaled = dict(OLD)
+    for name in [name for name in OLD if name.endswith("wo_a.scale")]:
+        rescaled[name] = (OLD[name].view(torch.uint8) + 1).view(torch.float8_e8m0fnu)
+    async with attached(FakeServer(stale="wo_a.scale"), tmp_path) as world:
+        old = await world.activate(OLD)
+        world.fake.faults = ["keeps_stale_copy"]
+        with pytest.raises(WeightsCorrupt, match="probe"):
+            await world.activate(rescaled)
+        assert await world.sample() == [(old, 4)]
+
+
+async def test_a_server_that_cannot_go_back_samples_nothing_until_it_has(tmp_path: Path) -> None:
+    """Its label still is the old one; what it would sample with, nobody knows."""
+    async with attached(FakeServer(), tmp_path) as world:
+        old = await world.activate(OLD)
+        world.fake.faults = ["asserts", "asserts"]
+        with pytest.raises(ServerFailed, match="is not ours to restart"):
+            await world.activate(NEW)
+        sampling = asyncio.create_task(world.sample())
+        done, _ = await asyncio.wait({sampling}, timeout=0.2)
+        assert not done
+        assert not await world.versions.is_served()  # so that the guard recovers it
+        world.fake.faults = ["asserts"]
+        with pytest.raises(ServerRefused):
+            await world.versions.recover()
+        assert not sampling.done()
+        await world.versions.recover()
+        assert await world.versions.is_served()
+        assert await sampling == [(old, 4)]
 
 
 async def test_post_processing_that_does_nothing_is_refused(tmp_path: Path) -> None:

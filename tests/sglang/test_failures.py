@@ -36,22 +36,26 @@ async def world(
     )
     spec = EngineSpec(Architecture.load(CHECKPOINT), 16, 256, False, 1, server=server)
     async with running_engine(spec) as engine:
+        mark = processes_of(engine.pid)[0].environ()[MARK]
         yield World(engine, folder)
-    assert not processes_of(engine.pid, anywhere=True)
+    assert not marked_with(mark)
 
 
-def processes_of(child_pid: int, *, anywhere: bool = False) -> list[psutil.Process]:
-    """The server's processes, by the mark in their environment, below the engine child."""
-    if not anywhere:
-        return psutil.Process(child_pid).children(recursive=True)
-    marked = []
+def processes_of(child_pid: int) -> list[psutil.Process]:
+    """The server's processes, below the engine child."""
+    return psutil.Process(child_pid).children(recursive=True)
+
+
+def marked_with(mark: str) -> list[psutil.Process]:
+    """Processes of this engine's servers, wherever they hang; other engines have other marks."""
+    found = []
     for process in psutil.process_iter():
         try:
-            if MARK in process.environ():
-                marked.append(process)
+            if process.environ().get(MARK) == mark:
+                found.append(process)
         except psutil.Error:
             continue
-    return marked
+    return found
 
 
 async def test_a_server_killed_in_mid_generation_is_replaced_and_the_group_finished(

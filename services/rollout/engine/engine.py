@@ -9,7 +9,9 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +23,11 @@ import structlog
 
 from services.rollout.engine.child import IDS_VARIABLE
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.sglang.launch import MARK
 from services.rollout.engine.sglang.spec import python_path
 from shared.channel import AsyncChannel, listening
-from shared.errors import ChannelClosed, DeadlineExceeded
+from shared.errors import ChannelClosed, DeadlineExceeded, RemoteError
+from shared.process import kill_marked
 from shared.tasks import end
 from shared.weights.protocol import CommitResult, CommitUpdate, GroupTransfer
 
@@ -168,13 +172,7 @@ class Engine:
         self._stopping = True
         with contextlib.suppress(ChannelClosed, DeadlineExceeded):
             await self._channel.request("stop", timeout_s=STOP_S)
-        limit_s = STOP_S if self.spec.server is None else SERVER_STOP_S
-        try:
-            await asyncio.wait_for(self._child.wait(), limit_s)
-        except TimeoutError:
-            log.warning("engine_killed", pid=self.pid, after_s=limit_s)
-            self._child.kill()
-            await self._child.wait()
+        await _wait_or_kill(self._child, _stop_limit_s(self.spec))
         await end(self._watching)
 
     async def _abort(self, request_id: str) -> None:
@@ -199,11 +197,12 @@ async def running_engine(
     spec: EngineSpec, *, ids: Mapping[str, str] = MappingProxyType({})
 ) -> AsyncIterator[Engine]:
     """Start the child and wait until it is up; leaving ends it. Its records carry `ids`."""
-    async with listening() as listener:
+    async with _scratch(spec) as scratch, listening() as listener:
         child = await asyncio.create_subprocess_exec(
             *_command(spec),
             listener.address,
             str(os.getpid()),
+            *scratch,
             env={
                 **os.environ,
                 **_ALLOCATOR,
@@ -215,10 +214,11 @@ async def running_engine(
             channel = await _connected(listener.accept(START_S), child)
             await channel.request("start", spec.to_payload(), timeout_s=_start_limit_s(spec))
             engine = Engine(spec, channel, child)
+        except RemoteError:
+            await _wait_or_kill(child, _stop_limit_s(spec))  # it has said why, and ends itself
+            raise
         except BaseException:
-            if child.returncode is None:
-                child.kill()
-            await child.wait()
+            await _wait_or_kill(child, 0.0)
             raise
         log.info("engine_started", pid=engine.pid)
         try:
@@ -227,10 +227,42 @@ async def running_engine(
             await engine.stop()
 
 
+@contextlib.asynccontextmanager
+async def _scratch(spec: EngineSpec) -> AsyncIterator[list[str]]:
+    """The folder of a server's child. However that ends, nothing of it is left: no file, and no
+    process that carries the folder as its mark."""
+    if spec.server is None:
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix="tandem-sglang-", ignore_cleanup_errors=True) as folder:
+        try:
+            yield [folder]
+        finally:
+            await asyncio.to_thread(kill_marked, MARK, folder)
+
+
+async def _wait_or_kill(child: asyncio.subprocess.Process, limit_s: float) -> None:
+    try:
+        await asyncio.wait_for(child.wait(), limit_s)
+    except TimeoutError:
+        log.warning("engine_killed", pid=child.pid, after_s=limit_s)
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+def _stop_limit_s(spec: EngineSpec) -> float:
+    return STOP_S if spec.server is None else SERVER_STOP_S
+
+
 def _command(spec: EngineSpec) -> list[str]:
+    """FileNotFoundError names an interpreter that is not there."""
     if spec.server is None:
         return [sys.executable, "-m", "services.rollout.engine.embedded_child"]
-    return [spec.server.python or sys.executable, "-m", "services.rollout.engine.sglang"]
+    python = spec.server.python or sys.executable
+    if shutil.which(python) is None:
+        raise FileNotFoundError(f"ROLLOUT_SGLANG__PYTHON: {python} is no interpreter on this host")
+    return [python, "-m", "services.rollout.engine.sglang"]
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:

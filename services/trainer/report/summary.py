@@ -276,6 +276,7 @@ def _warnings(run: RunEvents, job: dict[str, Any], curves: Curves) -> list[str]:
         found.append(f"{bad} unusable sampler log-probabilities were masked")
     for name, what in (
         ("update_failed", "weight updates of a server failed"),
+        ("engine_not_started", "starts of a server's engine failed"),
         ("eval_failed", "evaluations failed"),
     ):
         if events := run.named(name):

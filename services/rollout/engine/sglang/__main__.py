@@ -1,4 +1,7 @@
-"""The engine child of an SGLang server: `python -m services.rollout.engine.sglang ADDRESS PARENT`.
+"""The engine child of an SGLang server.
+
+`python -m services.rollout.engine.sglang ADDRESS PARENT FOLDER`: the folder is the service's to
+remove, and its path the mark of the server's processes.
 
 Requests come over the service's channel and are answered by tasks, since it is the server that
 works. It runs under the interpreter that has SGLang, because tensors are handed over in its form.
@@ -6,7 +9,6 @@ works. It runs under the interpreter that has SGLang, because tensors are handed
 
 import asyncio
 import sys
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.engine.sglang.checkpoint import first_tensors, write_folder
 from services.rollout.engine.sglang.dialects import dialect_of
 from services.rollout.engine.sglang.engine import SGLangEngine
-from services.rollout.engine.sglang.launch import check_version
+from services.rollout.engine.sglang.launch import check_installed, check_version
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import transport_of
@@ -176,13 +178,14 @@ async def serve(channel: SyncChannel, first: Request, folder: Path) -> None:
     spec = EngineSpec.from_payload(first.payload)
     assert spec.server is not None
     log_file = Path(spec.server.log_file or folder / "server.log")
-    server = Server(spec, spec.server, log_file=log_file)
+    server = Server(spec, spec.server, log_file=log_file, mark=str(folder))
     try:
         try:
+            check_installed(spec.server)
             versions = await started(spec, spec.server, server, folder)
         except Exception as err:
             channel.fail(first.id, err)
-            raise
+            raise SystemExit(1) from err
         channel.reply(first.id)
         await _Child(channel, versions.engine, versions).run(_arriving(channel))
     finally:
@@ -225,9 +228,9 @@ def _arriving(channel: SyncChannel) -> "asyncio.Queue[Request | None]":
 
 
 def main(argv: list[str]) -> None:
-    channel, first = begin(argv)
-    with tempfile.TemporaryDirectory(prefix="tandem-sglang-") as folder:
-        asyncio.run(serve(channel, first, Path(folder)))
+    *who, folder = argv
+    channel, first = begin(who)
+    asyncio.run(serve(channel, first, Path(folder)))
 
 
 if __name__ == "__main__":

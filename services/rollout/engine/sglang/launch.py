@@ -1,5 +1,6 @@
 """How a server is started on each platform: the command line and the environment, with reasons."""
 
+import importlib.util
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -26,8 +27,10 @@ class Launch:
     environment: dict[str, str]
 
 
-def launch_of(engine: EngineSpec, server: ServerSpec, *, model: Path, port: int) -> Launch:
-    """The command for a server of `model` on loopback."""
+def launch_of(
+    engine: EngineSpec, server: ServerSpec, *, model: Path, port: int, mark: str
+) -> Launch:
+    """The command for a server of `model` on loopback, whose processes are known by `mark`."""
     arguments = [
         "-m",
         "sglang.launch_server",
@@ -45,7 +48,7 @@ def launch_of(engine: EngineSpec, server: ServerSpec, *, model: Path, port: int)
         arguments += ["--max-total-tokens", str(server.max_total_tokens)]
     more, variables = _cpu(engine) if server.platform == "cpu" else _gpu(engine, server)
     arguments += [*more, *server.extra_arguments]
-    return Launch(arguments, {**os.environ, **variables, MARK: str(port)})
+    return Launch(arguments, {**os.environ, **variables, MARK: mark})
 
 
 def _cpu(engine: EngineSpec) -> tuple[list[str], dict[str, str]]:
@@ -84,6 +87,17 @@ def _gpu(engine: EngineSpec, server: ServerSpec) -> tuple[list[str], dict[str, s
 
 def interpreter_of(server: ServerSpec) -> str:
     return server.python or sys.executable
+
+
+def check_installed(server: ServerSpec) -> None:
+    """FileNotFoundError when this interpreter lacks what it is to start or hand tensors over to."""
+    if server.url is not None and server.transport == "disk":
+        return
+    if importlib.util.find_spec("sglang") is None:
+        raise FileNotFoundError(
+            f"SGLang is not installed for {sys.executable}: ROLLOUT_SGLANG__PYTHON names the "
+            "interpreter that has it"
+        )
 
 
 def check_version(found: str) -> None:

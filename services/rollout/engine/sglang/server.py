@@ -7,6 +7,7 @@ known by a mark in its environment, so that its scheduler processes end with it.
 import asyncio
 import contextlib
 import time
+import uuid
 from pathlib import Path
 
 import structlog
@@ -34,12 +35,14 @@ class ServerFailed(TandemError):
 class Server:
     """`restart(model)` gives a fresh server of a folder, where the server is ours."""
 
-    def __init__(self, engine: EngineSpec, spec: ServerSpec, *, log_file: Path) -> None:
+    def __init__(
+        self, engine: EngineSpec, spec: ServerSpec, *, log_file: Path, mark: str | None = None
+    ) -> None:
         self.spec = spec
         self.log_file = log_file
+        self._mark = mark or uuid.uuid4().hex  # nobody else's
         self.client = SGLangClient(spec.url or "http://127.0.0.1:1", token=spec.token)
         self._engine = engine
-        self._port = 0
         self._child: asyncio.subprocess.Process | None = None
 
     @property
@@ -73,15 +76,15 @@ class Server:
                 self._child.terminate()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._child.wait(), _STOP_S)
-            await asyncio.to_thread(kill_marked, MARK, str(self._port))
+            await asyncio.to_thread(kill_marked, MARK, self._mark)
             await self._child.wait()
             self._child = None
         await self.client.close()
 
     async def _spawn(self, model: Path) -> None:
-        self._port = free_port()
-        launch = launch_of(self._engine, self.spec, model=model, port=self._port)
-        self.client = SGLangClient(f"http://127.0.0.1:{self._port}")
+        port = free_port()
+        launch = launch_of(self._engine, self.spec, model=model, port=port, mark=self._mark)
+        self.client = SGLangClient(f"http://127.0.0.1:{port}")
         prepare_to_fork()
         with self.log_file.open("ab") as output:
             self._child = await asyncio.create_subprocess_exec(
@@ -115,6 +118,7 @@ class Server:
         await self.client.close()
         try:
             self.client = await client_of(self.client.url, self.spec.token)
+            await self.client.go_on()  # an update that broke may have left it paused
         except (HttpFailed, ServerRefused) as err:
             log.debug("sglang_not_reached", url=self.client.url, error=str(err))
             return False

@@ -77,6 +77,7 @@ class Versions:
         self.good: Good | None = None
         self.restarts = 0
         self._anchor: Proven | None = None  # of the probes
+        self._is_whole = True  # what the server holds is `good`
         self._spec = spec
         self._folder = folder
         self._dialect = dialect
@@ -102,7 +103,8 @@ class Versions:
             shutil.rmtree(candidate.folder, ignore_errors=True)
             raise
         finally:
-            self.engine.open_gate()
+            if self._is_whole:
+                self.engine.open_gate()
         watch.lap("resume_s")
         seconds = watch.seconds
         # The server loads and is probed while nothing is sampled.
@@ -118,6 +120,7 @@ class Versions:
     async def recover(self) -> None:
         """A fresh server of the last good version, after the one we had went away."""
         self.restarts += 1
+        self._is_whole = False
         self.engine.shut_gate()
         await self._server.stop()  # calls that hung with it fail now
         await self.engine.close_gate()
@@ -127,10 +130,13 @@ class Versions:
                 await self._load(self.good.folder, Disk())
             await self._prove_same(self.good)
             await self._label(self.good)
+        self._is_whole = True
         self.engine.open_gate()
 
     async def is_served(self) -> bool:
         """Whether what the server serves still carries the last proven version's name."""
+        if not self._is_whole:
+            return False
         if self.good is None:
             return True
         try:
@@ -240,6 +246,7 @@ class Versions:
         log.warning("sglang_goes_back", reason=reason, to=good.policy_version if good else None)
         if good is None:
             return
+        self._is_whole = False  # until it is proven to be
         try:
             await self._load(good.folder, Disk())
             await self._prove_same(good)
@@ -249,6 +256,7 @@ class Versions:
             await self._server.restart(good.folder)
             await self._prove_same(good)
         await self._label(good)
+        self._is_whole = True
 
     async def _prove_same(self, good: Good) -> None:
         """WeightsCorrupt unless the server scores as it did when this version was proven."""

@@ -21,7 +21,7 @@ def engine(server: ServerSpec) -> EngineSpec:
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
 def test_a_gpu_server_gets_every_path_and_what_updates_need(platform: str) -> None:
     server = ServerSpec("/checkpoint", platform=platform, max_total_tokens=524288)  # type: ignore[arg-type]
-    launch = launch_of(engine(server), server, model=Path("/checkpoint"), port=4000)
+    launch = launch_of(engine(server), server, model=Path("/checkpoint"), port=4000, mark="m")
     assert launch.environment["SGLANG_OPT_FP8_WO_A_GEMM"] == "0"
     assert launch.environment["SGLANG_OPT_DEEPGEMM_HC_PRENORM"] == "0"
     assert launch.environment["SGLANG_DSV4_FP4_EXPERTS"] == "0"
