@@ -284,21 +284,20 @@ async def _update(
 
 def _update_rows(found: list[dict[str, float]], empty: int, first: dict[str, float]) -> list[Row]:
     """The first version has nothing beside it; memory is compared with sampling under it alone."""
-    share = max(one["pause_s"] / one["seconds"] for one in found)
-    slowest = max(found, key=lambda one: one["pause_s"])
+    slowest = max(found, key=lambda one: one["still_s"] / one["seconds"])
+    share = slowest["still_s"] / slowest["seconds"]
     one_version = first["after"] - empty
     rest = found[0]["before"] - one_version  # of the process and of what it samples
     memory = max((one["peak"] - rest) / (2 * one_version) for one in found)
-    seconds = ", ".join(f"{one['still_s'] - one['pause_s']:.2f}" for one in found)
     pulled = ", ".join(f"{one['share_pulled']:.0%}" for one in found)
     return [
         (
             "pause",
             f"{share:.2%}",
             "<= 10 %",
-            f"of the update: {slowest['pause_s']:.4f} of {slowest['seconds']:.2f} s",
+            f"of the update: {slowest['still_s']:.3f} of {slowest['seconds']:.2f} s, of which "
+            f"{slowest['still_s'] - slowest['pause_s']:.3f} recomputing 16 running completions",
         ),
-        ("recomputing 16 running completions", seconds, "", "seconds, part of sampling"),
         (
             "memory of the engine",
             f"{memory:.2f}",
