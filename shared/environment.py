@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -146,11 +146,31 @@ def without_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {key: without_secrets(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(inner, name) for inner in value]
+        return [without_secrets(inner, name) for inner in _arguments_without_secrets(value)]
     if isinstance(value, str):
-        is_secret = bool(_SECRET.search(name)) and not name.endswith(("_tokens", "tokenizer"))
-        return HIDDEN if is_secret and value else hide_accounts(value)
+        return HIDDEN if value and _is_secret(name) else hide_accounts(value)
     return value
+
+
+def _arguments_without_secrets(words: Sequence[Any]) -> list[Any]:
+    """A command line's `--api-key X` and `--api-key=X` without X."""
+    found: list[Any] = []
+    hides_next = False
+    for word in words:
+        flag, equals, _ = str(word).partition("=")
+        is_secret = flag.startswith("--") and _is_secret(flag)
+        if hides_next:
+            found.append(HIDDEN)
+        else:
+            found.append(f"{flag}={HIDDEN}" if is_secret and equals else word)
+        hides_next = is_secret and not equals
+    return found
+
+
+def _is_secret(name: str) -> bool:
+    """`max_tokens` and `tokenizer` are none."""
+    is_size = name.lower().endswith(("tokens", "tokenizer"))
+    return bool(_SECRET.search(name)) and not is_size
 
 
 def hide_accounts(text: str) -> str:

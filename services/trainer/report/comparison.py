@@ -5,6 +5,7 @@ that their difficulty cancels; elsewhere there are only the two intervals.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ from shared.statistics import LEVEL, paired_difference, sign_flip_p
 
 ABSENT = "–"
 MAX_STEPS_SHOWN = 12
+# Of a process's environment: other at every start, and nothing follows from it.
+_OF_ONE_START = re.compile(
+    r"\.(pid|port|shards_port|advertise_url|redis_url|url|available_memory_bytes|\w+_dir)$"
+    r"|\.variables\.(TANDEM|TORCHELASTIC)_"
+)
 
 
 class NoRun(TandemError):
@@ -126,7 +132,11 @@ def compare_runs(a: RunSide, b: RunSide) -> RunComparison:
         a,
         b,
         settings=differences(a.job, b.job),
-        machines=differences(a.environment, b.environment),
+        machines=[
+            one
+            for one in differences(a.environment, b.environment)
+            if not _OF_ONE_START.search(one.key)
+        ],
         measures=_measures(a, b),
         passes=_passes(a.summary.evaluations, b.summary.evaluations),
     )

@@ -23,6 +23,9 @@ class Settings(BaseModel):
     max_tokens: int = 7
     tokenizer: str = "path/of/it"
     server: Server = Server()
+    extra_arguments: tuple[str, ...] = (
+        *("--api-key", "hush-5", "--admin-token=hush-6", "--max-total-tokens", "9", "--tp", "2"),
+    )
 
 
 def test_settings_come_without_their_secrets() -> None:
@@ -31,6 +34,9 @@ def test_settings_come_without_their_secrets() -> None:
     assert found["redis_url"] == "redis://***@broker:6379/0"
     assert found["server"]["url"] == "http://***@host:1"
     assert (found["max_tokens"], found["tokenizer"]) == (7, "path/of/it")
+    assert found["extra_arguments"] == [
+        *("--api-key", "***", "--admin-token=***", "--max-total-tokens", "9", "--tp", "2"),
+    ]
 
 
 def test_variables_are_chosen_by_name_and_none_of_them_is_a_secret() -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from services.cli.commands import app
 from services.trainer.report.comparison import compare_runs, pass_at_k, read_side
 from services.trainer.report.comparison_page import render_comparison
+from services.trainer.run_environment import write_environment
 from shared.messages import Event
 
 PROBLEMS = 40
@@ -58,6 +59,20 @@ def test_what_is_set_differently_is_listed_and_nothing_else(pair: tuple[Path, Pa
     assert [(one.key, one.a, one.b) for one in found.settings] == [
         ("algorithm.max_lag", 1, 0),
         ("record", "–", True),
+    ]
+
+
+def test_machines_differ_by_what_something_follows_from(pair: tuple[Path, Path]) -> None:
+    for folder, torch, port in zip(pair, ("2.12.0", "2.13.0"), (1, 2), strict=True):
+        found = {
+            "packages": {"torch": torch, "numpy": "2.4"}, "pid": port,
+            "settings": {"port": port, "runs_dir": str(folder), "drain_s": 20},
+            "variables": {"OMP_NUM_THREADS": "1", "TANDEM_WATCHDOG_DIR": str(folder)},
+        }  # fmt: skip
+        write_environment(folder, "rank0", found)
+    machines = compare_runs(*map(read_side, pair)).machines
+    assert [(one.key, one.a, one.b) for one in machines] == [
+        ("rank0.packages.torch", "2.12.0", "2.13.0")
     ]
 
 
