@@ -18,10 +18,12 @@ from services.trainer.entries import Draw
 from services.trainer.events import EventLog, event_maker
 from services.trainer.keeper import RankKeeper, StepRefused
 from services.trainer.ranks import RankDeadlines, Ranks, RanksLost
+from services.trainer.run_environment import read_environment
 from services.trainer.versions import VersionStore
 from shared.errors import RemoteError
 from shared.job import Job
 from shared.messages import TrainingBatch, TrainingSample
+from shared.spans import Span
 
 pytestmark = pytest.mark.timeout(180)
 POLICY = Path("assets/tiny-dsv4").resolve()
@@ -77,6 +79,7 @@ class Run:
 
     def __init__(self, run_dir: Path, *, pipeline: int = 1) -> None:
         run_dir.mkdir()
+        self.run_dir = run_dir
         self.books = Books(run_dir / BOOKS_FILE)
         self.record = EventLog(run_dir, self.books)
         self.store = VersionStore(run_dir)
@@ -199,3 +202,26 @@ async def test_ranks_that_cannot_start_say_why(tmp_path: Path) -> None:
         for child in psutil.Process().children(recursive=True)
         if "services.trainer.learner" in child.cmdline()
     ]
+
+
+@pytest.mark.parametrize("run", [{"pipeline": 2}], indirect=True)
+async def test_every_rank_tells_what_it_did_and_what_it_runs_with(run: Run) -> None:
+    await run.keeper.restore()
+    assert [one["spans"] for one in await run.keeper.spans(1000)] == [[], []]
+    await run.step(1)
+    told = await run.keeper.spans(0)
+    await run.step(2)
+    assert [one["spans"] for one in await run.keeper.spans(0)] == [[], []]
+    assert len({one["pid"] for one in told}) == 2
+    for one in told:
+        assert (one["dropped"], one["clock_ahead_ns"], one["clock_uncertainty_ns"]) == (0, 0, 0)
+        spans = {span.name: span for span in (Span(*told) for told in one["spans"])}
+        step, phase = spans["train_step"], spans["forward_backward"]
+        assert step.begin_ns <= phase.begin_ns <= phase.end_ns <= step.end_ns
+    (first, second) = (
+        {span[0]: span for span in one["spans"]}["train_step"] for one in told
+    )  # one step: neither ends before the other begins
+    assert max(first[2], second[2]) < min(first[3], second[3])
+    environment = read_environment(run.run_dir)
+    assert environment.keys() == {"rank0", "rank1"}
+    assert {one["pid"] for one in environment.values()} == {one["pid"] for one in told}
