@@ -1,8 +1,8 @@
 """Grade a file of cases and print a table: verdict, outcome, time, and what was expected.
 
 `python -m scripts.grade_cases FILE [--grader math] [--out TABLE.md]`. FILE holds JSON lines with
-`response`, `gold` and, if known, `expected` ("correct" or "incorrect"), `id`, `note`. Exit code 1
-when a case with an expectation is judged otherwise.
+`response`, `gold` and, if known, `expected` ("correct" or "incorrect"), `id`, `note`, and `grader`
+where it is another one. Exit code 1 when a case with an expectation is judged otherwise.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from shared.messages import Outcome, Score
 
 def main() -> None:
     options = _options()
-    cases = [json.loads(line) for line in options.file.read_text().splitlines() if line.strip()]
+    cases = [json.loads(line) for line in options.file.read_text().split("\n") if line.strip()]
     results = asyncio.run(_grade(cases, options.grader, options.timeout_s))
     table = Table("id", "response", "gold", "outcome", "reason", "ms", "expected", "judged")
     num_wrong = 0
@@ -54,7 +54,7 @@ async def _grade(
     results = []
     for case in cases:
         begin_s = time.perf_counter()
-        check = Check(grader, case["response"], str(case["gold"]), timeout_s)
+        check = Check(case.get("grader", grader), case["response"], str(case["gold"]), timeout_s)
         (outcome,) = await pool.grade([check])
         results.append((outcome, time.perf_counter() - begin_s))
     await pool.close()

@@ -50,11 +50,11 @@ def same_value(gold: Leaf, answer: Leaf) -> bool:
     trying, and ValueError for a gold that is either.
     """
     screen(answer.value)
-    right = read_expression(answer.value)
+    right = _read_leaf(answer)
     if right is None:
         raise Unreadable(f"not an expression: {answer.value[:80]!r}")
     try:
-        left = _read_gold(gold.value)
+        left = _read_leaf(gold) if _is_exponential(gold) else _read_gold(gold.value)
     except ValueError:
         if answer.number is not None:
             return False  # whatever the gold means, it is no plain number
@@ -66,6 +66,19 @@ def same_value(gold: Leaf, answer: Leaf) -> bool:
         if verdict is not None:
             return verdict
     return bool(verify(left, right, timeout_seconds=None))
+
+
+def _read_leaf(leaf: Leaf) -> Basic | MatrixBase | None:
+    """math-verify takes 1e-40 for a multiple of Euler's number."""
+    if _is_exponential(leaf):
+        assert leaf.number is not None
+        assert leaf.number.value is not None
+        return Rational(leaf.number.value.numerator, leaf.number.value.denominator)
+    return read_expression(leaf.value)
+
+
+def _is_exponential(leaf: Leaf) -> bool:
+    return leaf.number is not None and leaf.number.value is not None and "e" in leaf.value.lower()
 
 
 def same_by_verify(gold: str, answer: str) -> bool:

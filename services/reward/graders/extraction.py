@@ -5,7 +5,9 @@ r"""Which part of a response is its answer. The rules, in order:
 2. Strict statements are `\boxed{...}`, `\fbox{...}`, `<answer>...</answer>`, a label with a colon
    (`Answer: ...`, `**Final answer:** ...`), "final answer is 5" and GSM8K's `#### 18` (before
    words it is a heading). The one that begins last wins, so hedging does not pay, and a box on an
-   `Answer:` line is its answer. Emphasis around an answer is not part of it.
+   `Answer:` line is its answer. Emphasis around an answer is not part of it. Behind a box or a
+   tag a label counts only where it begins a clause: "to check the answer: it is odd" takes back
+   nothing.
 3. Boxes joined by nothing but a comma, "and" or "or" ("or maybe", "or x =") are one list.
 4. A strict statement that is empty or never ends is no answer, and earlier ones do not replace it;
    nor is a box that the words before it deny ("not \boxed{5}").
@@ -27,6 +29,12 @@ _LABEL = re.compile(
     r"|(?<![A-Za-z])final answer is[ \t]{0,3}(?=[-+$\\(\d])"
     r"|(?<!\#)\#{4}(?!\#)(?=[ \t*_`]{0,9}\n?[ \t*_`]{0,9}(?:[-+−–$€£¥\\(.\d]|[a-z] ?=))"
     r"(?![ \t]*\d{1,2}[.)][ \t]+[a-z])",  # `#### Check` and `#### 2. Check` are headings
+    re.IGNORECASE,
+)
+# What may stand between the beginning of a clause and its label: ", so the Answer: 5".
+_CLAUSE_BEGIN = re.compile(
+    r"(?:\A|[\n.!?;,:})\]$>]|\\\])[\s*_#>\-]*"
+    r"(?:(?:so|thus|hence|therefore|then|and|but|the|my|our|final|correct|is|short|in)[\s,*_]+){0,5}\Z",
     re.IGNORECASE,
 )
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
@@ -52,6 +60,7 @@ _EMPHASIS = "*_ \t\r\n"
 
 MAX_JOINED_BOXES = 10
 MAX_JOIN_CHARS = 40
+MAX_LEAD_CHARS = 60
 MAX_NESTING = 60
 MAX_LABELLED_CHARS = 2000
 MAX_BARE_CHARS = 200
@@ -71,8 +80,8 @@ def find_answer(response: str) -> Answer:
     """The answer that `response` gives, or `NoAnswer`."""
     text = final_part(response)
     boxes = [match.start() for match in _BOX.finditer(text)]
-    labels = list(_LABEL.finditer(text))
     tags = list(_TAG.finditer(text))
+    labels = _labels(text, before=min([*boxes, *(tag.start() for tag in tags)], default=len(text)))
     last_box = boxes[-1] if boxes else -1
     last_label = labels[-1].start() if labels else -1
     last_tag = tags[-1].start() if tags else -1
@@ -90,9 +99,21 @@ def count_statements(response: str) -> int:
     """Boxes, labels and tags of the final part; a box within a label or a tag is not one more."""
     text = final_part(response)
     places = [match.start() for match in _BOX.finditer(text)]
-    outer = [match.end() for pattern in (_LABEL, _TAG) for match in pattern.finditer(text)]
+    tags = list(_TAG.finditer(text))
+    labels = _labels(text, before=min([*places, *(tag.start() for tag in tags)], default=len(text)))
+    outer = [match.end() for match in (*labels, *tags)]
     inner = sum(any(not text[end:place].strip("$*_ \n(\\[") for end in outer) for place in places)
     return len(places) + len(outer) - inner
+
+
+def _labels(text: str, *, before: int) -> list[re.Match[str]]:
+    """The labels that count: all that begin `before` a place, and those that begin a clause."""
+    return [
+        match
+        for match in _LABEL.finditer(text)
+        if match.start() < before
+        or _CLAUSE_BEGIN.search(text, max(0, match.start() - MAX_LEAD_CHARS), match.start())
+    ]
 
 
 def final_part(response: str) -> str:

@@ -7,7 +7,9 @@ leaves. Reading splits at top-level commas and never goes deeper than `MAX_DEPTH
 import re
 from dataclasses import dataclass
 
+from services.reward.graders.brackets import closing_place, nesting, split_top, without_groups
 from services.reward.graders.literals import Number, is_changed_by, read_number, scaled
+from services.reward.graders.ranges import one_spelling
 
 MAX_DEPTH = 40
 MAX_ITEMS = 200
@@ -72,10 +74,16 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _ASSIGNED = re.compile(
     r"(\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
 )
+_NAMED_TUPLE = re.compile(r"\(([a-zA-Z](?:,[a-zA-Z])+)\)=\(([^()\[\]{}]+)\)")
 _MATRIX = re.compile(r"\\begin\{([pbvB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}")
 _CLOCK = re.compile(r"(\d{1,6}):(\d{1,6})(?::(\d{1,6}))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
 _CURRENCY = re.compile(r"^([-+]?)\s*(?:US)?(\\?\$|€|£|¥)\s*")
-_BASE = re.compile(r"(\d[\dA-F]*)_\s*(?:\{\s*(\d+)\s*\}|(\d+))")
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
+_BASE = re.compile(
+    r"(\d[\dA-F]*)_\s*(?:\{\s*(\d+)\s*\}|(\d+)"
+    rf"|\{{?\s*\\(?:text|mathrm)\s*\{{\s*({'|'.join(_BASES)})\s*\}}\s*\}}?)"
+)
+_PRIMED = re.compile(r"([-+]?[\d.]+)('{1,2})")  # minutes and seconds of arc, feet and inches
 _TEXT_UNIT = re.compile(_TEXT.pattern + r"\s*(?:\^\s*\{?\s*(\d)\s*\}?)?$")
 _WORD_UNIT = re.compile(
     r"([-+]?\s*[\d./]*\d\.?(?:\s\d+/\d+)?|[-+]?\\frac\{[^{}]*\}\{[^{}]*\})"
@@ -83,9 +91,7 @@ _WORD_UNIT = re.compile(
 )
 _LETTERS = re.compile(r"[A-Za-z](?:[A-Za-z' -]*[A-Za-z])?")
 _CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
-_BRACKET = re.compile(r"\\[{}]|[()\[\]{},;]|\\cup(?![a-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|lt|gt|in|approx)(?![a-zA-Z])")
-_DEPTH = {"(": 1, "[": 1, "{": 1, "\\{": 1, ")": -1, "]": -1, "}": -1, "\\}": -1}
 
 _UNIT_NAMES = {
     "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "meter": "m", "metre": "m",
@@ -118,15 +124,16 @@ def read_form(text: str, *, depth: int = 0) -> Form:
         raise Unreadable(f"nested deeper than {MAX_DEPTH}")
     text = text.strip()
     if depth == 0:
+        text = _named_parts(one_spelling(text))
         if len(ranges := _split_ranges(text)) > 1:
             return Group(text, "union", _read_all(ranges, depth))
         text = _with_commas(text)
-    parts = _split(text, ",;")
+    parts = split_top(text, ",;")
     if len(parts) > 1:
         return _list(text, parts, depth)
     if matrix := _MATRIX.fullmatch(text):
         return _matrix(text, matrix[2], depth)
-    unions = _split(text, "\\cup")
+    unions = split_top(text, "\\cup")
     if len(unions) > 1:
         return _union(text, _read_all(unions, depth))
     if assigned := _ASSIGNED.fullmatch(text):
@@ -134,11 +141,22 @@ def read_form(text: str, *, depth: int = 0) -> Form:
     return _bracketed(text, depth) or _plus_minus(text, depth) or read_leaf(text)
 
 
+def _named_parts(text: str) -> str:
+    """`(x,y)=(1,2)` as `x=1,y=2`."""
+    match = _NAMED_TUPLE.fullmatch(text)
+    if match is None:
+        return text
+    names, values = match[1].split(","), match[2].split(",")
+    if len(names) != len(values):
+        return text
+    return ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+
+
 def _with_commas(text: str) -> str:
     """Commas for "and" and "or", except within words: `\\text{three or more}`."""
     text = _TEXT_SEPARATOR.sub(",", text)
     parts, end = [], 0
-    for match in _SEPARATOR.finditer(_without_groups(text)):
+    for match in _SEPARATOR.finditer(without_groups(text)):
         parts.append(text[end : match.start()])
         end = match.end()
     return ",".join([*parts, text[end:]])
@@ -147,7 +165,7 @@ def _with_commas(text: str) -> str:
 def _split_ranges(text: str) -> list[str]:
     """The parts of `x<3 \\text{ or } x>5`, which is a union; nothing where one is no inequality."""
     parts = _OR.split(text)
-    is_union = all(_INEQUALITY.search(_without_groups(part)) for part in parts)
+    is_union = all(_INEQUALITY.search(without_groups(part)) for part in parts)
     return parts if is_union and not _SEPARATOR.search(_OR.sub("", text)) else []
 
 
@@ -199,12 +217,12 @@ def _bracketed(text: str, depth: int) -> Form | None:
     closing = "\\}" if text.endswith("\\}") else text[-1:]
     if opening not in {"(", "[", "\\{"} or closing not in {")", "]", "\\}"}:
         return None
-    if _closing_place(text) != len(text) - len(closing) or _CHOICE.fullmatch(text):
+    if closing_place(text) != len(text) - len(closing) or _CHOICE.fullmatch(text):
         return None
     inner = text[len(opening) : -len(closing)].strip()
     if not inner:
         return Group(text, "set" if opening == "\\{" else "bracket", (), opening + closing)
-    parts = _split(inner, ",;")
+    parts = split_top(inner, ",;")
     if opening == "\\{":
         distinct = list(dict.fromkeys(parts))
         return Group(text, "set", _flat(_read_all(distinct, depth)), opening + closing)
@@ -234,7 +252,7 @@ def split_choice(text: str) -> tuple[str, str]:
 
 def read_leaf(text: str) -> Leaf:
     """A single value with its unit, if it has one."""
-    if clock := _CLOCK.fullmatch(text):
+    if clock := _CLOCK.fullmatch(_TEXT.sub(lambda match: match[1], text)):
         return Leaf(text, text, clock=tuple((part or "").lower() for part in clock.groups()))
     value, unit, is_percent = _without_unit(text)
     if unit and not value:
@@ -258,7 +276,8 @@ def read_leaf(text: str) -> Leaf:
 
 
 def _words(text: str, words: str, *, is_textual: bool = True) -> Leaf:
-    return Leaf(text, text, word=" ".join(words.casefold().split()), is_textual=is_textual)
+    word = " ".join(words.casefold().rstrip(".").split())
+    return Leaf(text, text, word=word, is_textual=is_textual)
 
 
 def _without_unit(text: str) -> tuple[str, str, bool]:
@@ -270,8 +289,10 @@ def _without_unit(text: str) -> tuple[str, str, bool]:
     value = value.removesuffix("\\percent").strip()
     if value.endswith("\\degree") and not _TRIGONOMETRIC.search(value):
         return value.removesuffix("\\degree").strip(), "degree", is_percent
+    if minutes := _PRIMED.fullmatch(value):
+        return minutes[1], minutes[2], is_percent
     if (based := _BASE.fullmatch(value)) is not None:
-        return based[1], f"base {based[2] or based[3]}", is_percent
+        return based[1], f"base {based[2] or based[3] or _BASES[based[4]]}", is_percent
     found = _TEXT_UNIT.search(value)
     if found and (before := value[: found.start()].strip()):
         amount, words = scaled(before, found[1])
@@ -305,65 +326,23 @@ def _unit(words: str, power: str | None) -> str:
     return f"{unit}^{power}" if power and power != "1" else unit
 
 
-def nesting(text: str) -> int:
-    """How deep brackets of all kinds stand within each other."""
-    depth = deepest = 0
-    for match in _BRACKET.finditer(text):
-        depth += _DEPTH.get(match.group(), 0)
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _closing_place(text: str) -> int:
-    """Where the bracket that opens `text` closes; -1 if it does not."""
-    depth = 0
-    for match in _BRACKET.finditer(text):
-        depth += _DEPTH.get(match.group(), 0)
-        if depth == 0:
-            return match.start()
-    return -1
-
-
 def is_relation(text: str) -> bool:
     """Whether a relation stands outside all braces: the one in a sum's bounds does not."""
-    return _RELATION.search(_without_groups(text)) is not None
+    return _RELATION.search(without_groups(text)) is not None
 
 
 def right_side(text: str) -> str:
     """What follows the last equals sign outside all braces, or nothing."""
-    tail = _without_groups(text).rpartition("=")
+    tail = without_groups(text).rpartition("=")
     return text[-len(tail[2]) :].strip() if tail[1] and tail[2].strip() else ""
 
 
 def earlier_sides(text: str) -> list[str]:
     """What stands before the last equals sign, between the others."""
-    tail = _without_groups(text).rpartition("=")[2]
+    tail = without_groups(text).rpartition("=")[2]
     head = text[: len(text) - len(tail) - 1]
-    places = [place for place, char in enumerate(_without_groups(head)) if char == "="]
+    places = [place for place, char in enumerate(without_groups(head)) if char == "="]
     return [
         head[begin:end].strip()
         for begin, end in zip([0, *(p + 1 for p in places)], [*places, len(head)], strict=True)
     ]
-
-
-def _without_groups(text: str) -> str:
-    """`text` with everything in braces blanked out."""
-    depth, kept = 0, []
-    for place, char in enumerate(text):
-        if char in "{}" and text[place - 1 : place] != "\\":
-            depth += 1 if char == "{" else -1
-        kept.append(char if depth <= 0 and char != "}" else " ")
-    return "".join(kept)
-
-
-def _split(text: str, separators: str) -> list[str]:
-    """Parts between top-level separators, empty ones left out."""
-    parts, begin, depth = [], 0, 0
-    for match in _BRACKET.finditer(text):
-        token = match.group()
-        depth += _DEPTH.get(token, 0)
-        if depth == 0 and token in separators:
-            parts.append(text[begin : match.start()])
-            begin = match.end()
-    parts.append(text[begin:])
-    return [part.strip() for part in parts if part.strip()]

@@ -20,6 +20,7 @@ _UNIT = re.compile(
     r"(?<=\d)(?:\\degree|\\percent|\\?\$"
     r"| ?\\(?:text|mathrm|mbox)\{([^{}]*)\}| ?([A-Za-z]{3,}(?: [a-z]+)*))$"
 )
+_TEXT = re.compile(r"^\\(?:text|mathrm|mbox|mathbf|textbf)\s*\{([^{}]*)\}$")
 _CURRENCY = re.compile(r"^([-+]?)(?:\\?\$|€|£) ?")
 
 
@@ -91,7 +92,7 @@ def _read(text: str) -> Number | None:
 
 def _bare(side: str) -> str:
     """Without unit and currency; a number word counts."""
-    side = _CURRENCY.sub(r"\1", side.strip())
+    side = _CURRENCY.sub(r"\1", _TEXT.sub(r"\1", side.strip()))
     unit = _UNIT.search(side)
     if unit is None:
         return side.strip()

@@ -10,11 +10,12 @@ What counts as the answer: `extraction.py`. How an answer is compared with the g
   Number words are no units: `5 million` is 5000000, and `5 squared` is not 5.
 * Several answers (commas, "and", "or", plus-minus, sets) must match one to one, in any order: one
   of two is wrong, and so is hedging ("13 or 14"). Pairs, intervals and matrices keep their order,
-  intervals their open and closed ends.
+  intervals their open and closed ends; conditions are read as intervals (`ranges.py`).
+* `200,100` is one number or two, whichever the other side is (`notation.readings`).
 * `x = 5` is 5. `x = 5` is not `y = 5`. Of a chain of equations the last right side counts, unless
   an earlier side is another number: `13 = 14` is neither.
-* Clock times are texts, and `7:05 pm` is also 19:05; ratios with other denominators (`2:4`) may be
-  reduced.
+* Clock times are texts, and `7:05 pm` is also 19:05. Where the gold has no two digits behind its
+  colon it is a ratio, which may be reduced, and written as a fraction.
 * Words and choices ignore case and `\text`: `\text{(B)}` is B. Of an answer that gives letter and
   value, `\text{(B)}\ 5`, the letter is compared where the gold is one, else the value.
 * Everything else is algebra (`algebra.py`).
@@ -41,12 +42,13 @@ from services.reward.graders.forms import (
     split_choice,
 )
 from services.reward.graders.literals import Number, same_number
-from services.reward.graders.notation import tidy
+from services.reward.graders.notation import readings
 from services.reward.graders.screen import TooLarge
 from shared.messages import Score, Unparseable
 
 MAX_EXTRACTED_CHARS = 200
 
+_EMPTY = "\\emptyset"
 _SYMBOL = re.compile(r"(?<!\\)(?<![a-zA-Z])[a-zA-Z]")
 
 
@@ -55,34 +57,40 @@ def grade(response: str, gold: str) -> Score | Unparseable:
 
     ValueError: the gold is empty or cannot be read.
     """
-    expected = _read_gold(gold)
+    golds = _read_gold(gold)
     try:
         found = find_answer(response)
     except NoAnswer as err:
         return Unparseable(reason=str(err))
-    answer = tidy(found.text)
-    if not answer:
+    answers = readings(found.text)
+    if not answers[0]:
         return Unparseable(reason="an empty answer")
     try:
-        is_right, reason = _compare(expected, answer)
+        is_right, reason = _compare_readings(golds, answers)
     except Unreadable as err:
         return Unparseable(reason=str(err))
     return Score(
         value=float(is_right),
-        extracted=answer[:MAX_EXTRACTED_CHARS],
+        extracted=answers[0][:MAX_EXTRACTED_CHARS],
         reason=f"{found.rule}: {reason}",
     )
 
 
 @lru_cache(maxsize=512)
-def _read_gold(gold: str) -> Form:
+def _read_gold(gold: str) -> tuple[Form, ...]:
     try:
-        text = tidy(find_answer(gold).text if "boxed" in gold else gold)
-        if not text:
+        texts = readings(find_answer(gold).text if "boxed" in gold else gold)
+        if not texts[0]:
             raise ValueError("the gold is empty")
-        return read_form(text)
+        return tuple(map(read_form, texts))
     except (NoAnswer, Unreadable) as err:
         raise ValueError(f"gold {gold[:80]!r}: {err}") from err
+
+
+def _compare_readings(golds: tuple[Form, ...], answers: tuple[str, ...]) -> tuple[bool, str]:
+    """Right if any reading of the answer is any of the gold: `100,200` against `200, 100`."""
+    compared = [_compare(gold, answer) for gold in golds for answer in answers]
+    return max(compared, key=lambda one: one[0])
 
 
 def _compare(gold: Form, answer: str) -> tuple[bool, str]:
@@ -138,6 +146,9 @@ def _same_group(gold: Group, answer: Group) -> bool:
         return gold.brackets == answer.brackets and _same_ordered(gold.items, answer.items)
     if kinds in ({"matrix"}, {"row"}):
         return _same_ordered(gold.items, answer.items)
+    if kinds == {"union", "list"}:  # `(-\infty,0) \text{ or } (1,\infty)`
+        has_ranges = _has_ranges(gold) or _has_ranges(answer)
+        return not has_ranges and _same_unordered(gold.items, answer.items)
     if kinds == {"bracket", "list"}:  # a pair without its parentheses, or a list within some
         bracket = gold if gold.kind == "bracket" else answer
         return bracket.brackets == "()" and _same_ordered(gold.items, answer.items)
@@ -180,6 +191,8 @@ def _same_across(gold: Form, answer: Form) -> bool:
     assert isinstance(leaf, Leaf)
     assert isinstance(group, Group)
     if group.kind in {"set", "list"} and len(group.items) == 1:
+        if _EMPTY in (leaf.value, group.items[0].text):  # the set that holds the empty one
+            return False
         return same(gold, group.items[0]) if group is answer else same(group.items[0], answer)
     if leaf.number is not None or leaf.word or leaf.clock or group.kind in {"list", "matrix"}:
         return False
@@ -189,7 +202,7 @@ def _same_across(gold: Form, answer: Form) -> bool:
 def same_leaf(gold: Leaf, answer: Leaf) -> bool:
     """Whether two single values are equal, by the rules at the top of this module."""
     if gold.clock or answer.clock:
-        return _same_clock(gold.clock, answer.clock)
+        return _same_clock(gold, answer)
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if gold.word and answer.word and gold.word == answer.word:
@@ -227,17 +240,40 @@ def _same_percent(left: Number, right: Number, gold: Leaf, answer: Leaf) -> bool
     return share[0] == share[1]
 
 
-def _same_clock(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-    if not gold or not answer:
-        return False
-    left, right = [tuple(int(part or 0) for part in clock[:3]) for clock in (gold, answer)]
+def _same_clock(gold: Leaf, answer: Leaf) -> bool:
+    """Times of day, or ratios; the gold tells which."""
+    if not gold.clock or not answer.clock:
+        return _same_ratio(gold, answer)
+    left, right = _parts(gold.clock), _parts(answer.clock)
+    halves = gold.clock[3], answer.clock[3]
     is_24_hours = max(left[0], right[0]) > 12 or min(left[0], right[0]) == 0
-    if bool(gold[3]) != bool(answer[3]) and is_24_hours:
-        return _hours_24(left, gold[3]) == _hours_24(right, answer[3])
+    if bool(halves[0]) != bool(halves[1]) and is_24_hours:
+        return _hours_24(left, halves[0]) == _hours_24(right, halves[1])
     if left == right:
-        return gold[3] == answer[3] or not (gold[3] and answer[3])
-    is_time = any(len(clock[1]) == 2 or clock[2] or clock[3] for clock in (gold, answer))
+        return halves[0] == halves[1] or not (halves[0] and halves[1])
+    is_time = _is_time(gold.clock) or bool(answer.clock[2] or answer.clock[3])
     return not is_time and left[0] * right[1] == left[1] * right[0] != 0
+
+
+def _same_ratio(gold: Leaf, answer: Leaf) -> bool:
+    """`3:5` is 3/5; a time of day is no number."""
+    ratio, other = (gold, answer) if gold.clock else (answer, gold)
+    number, (over, under, _) = other.number, _parts(ratio.clock)
+    if number is None or number.value is None or number.places is not None or not under:
+        return False
+    is_fraction = number.value.denominator > 1 and not other.unit
+    return is_fraction and not _is_time(ratio.clock) and over == number.value * under
+
+
+def _is_time(clock: tuple[str, ...]) -> bool:
+    hours, minutes, _ = _parts(clock)
+    written = len(clock[1]) == 2 and hours <= 24 and minutes < 60
+    return written or bool(clock[2] or clock[3])
+
+
+def _parts(clock: tuple[str, ...]) -> tuple[int, int, int]:
+    hours, minutes, seconds = (int(part or 0) for part in clock[:3])
+    return hours, minutes, seconds
 
 
 def _hours_24(time: tuple[int, ...], half: str) -> tuple[int, ...]:

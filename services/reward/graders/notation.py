@@ -8,13 +8,13 @@ import re
 import unicodedata
 
 _UNICODE = {
-    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "﹣": "-", "－": "-",
+    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "﹣": "-", "－": "-", "‒": "-",
     "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/",
     "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
     "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "θ": r"\theta ",
     "≈": r"\approx ",
     "°": r"^\circ ", "º": r"^\circ ", "′": "'", "％": "%", "：": ":", "，": ",",
-    "（": "(", "）": ")",
+    "。": ".", "（": "(", "）": ")",
     "“": '"', "”": '"', "’": "'", "‘": "'", "…": r"\ldots ",
     "¼": r"\frac{1}{4}", "½": r"\frac{1}{2}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}",
     "⅔": r"\frac{2}{3}", "⅛": r"\frac{1}{8}",
@@ -22,7 +22,7 @@ _UNICODE = {
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _SUPERSCRIPT_RUN = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 _DELIMITERS = (
-    ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("`", "`"), ("**", "**"),
+    ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("`", "`"), ("**", "**"), ('"', '"'),
 )  # fmt: skip
 
 _REWRITES = [
@@ -31,7 +31,20 @@ _REWRITES = [
         (r"\\\\(?:\[[^\]]{0,20}\])?", r"\\cr "),
         (r"(?:^|(?<=\s))\*\*([^*]+)\*\*(?=\s|$|[.,:;])", r"\1"),
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*", ""),
+        (r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ""),  # 1{,}000
         (r"(?:\\text)?\{([:;,.])\}", r"\1"),
+        (
+            r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:bf|it|rm|sf|tt|[lL]arge|LARGE|[hH]uge|small|normalsize"
+            r"|bfseries|boldmath|underline)(?![a-zA-Z])\s*",
+            "",
+        ),
+        (r"\\mathrm\s*\{([ie])\}", r"\1"),
+        (r"\\log\s*_\s*\{?e\}?(?![a-zA-Z])", r"\\ln "),
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
+        (
+            r"(?i)^(?:\\(?:text|mbox|mathrm)\s*\{\s*)?all real(?: number)?s?\s*\}?$",
+            r"\\mathbb{R}",
+        ),
         (r"\\(?:display|text|script)style(?![a-zA-Z])|\\(?:no)?limits(?![a-zA-Z])", ""),
         (r"(?<=\d)(?:\\[!,;: ]|,\\[!,; ]|~)+\s?(?=\d{3}(?!\d))", ""),  # 10\,080 and 10,\!080
         (r"\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
@@ -50,6 +63,7 @@ _REWRITES = [
         (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
         (r"(?<![\\a-zA-Z])inf(?:inity)?(?![a-zA-Z])", r"\\infty "),
+        (r"\\(?:text|mbox)\s*\{\s*\\infty\s*\}", r"\\infty "),
         (r"(?<=\d)(?:\\?%|\s*\bpercent\b)", r"\\percent "),
         (r"\\?%", r"\\percent "),
         (r"\\sqrt\s*(\d|[a-zA-Z](?![a-zA-Z]))", r"\\sqrt{\1}"),
@@ -59,6 +73,7 @@ _REWRITES = [
     ]
 ]
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?!\d|,\d)")
+_BRACKETED = re.compile(r"[(\[]|\\\{")
 _SPACED_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+")
 _IDLE_SPACE = re.compile(r"(?<!\w) | (?!\w)")  # x + 1 is x+1, while 3 1/2 is not 31/2
 _LEADING = " \t\n,;:"  # a leading point belongs to .75
@@ -67,8 +82,26 @@ _TRAILING = " \t\n.,;:"
 
 def tidy(text: str) -> str:
     """`text` in the one spelling; linear in its length up to a small factor."""
+    return readings(text)[0]
+
+
+def readings(text: str) -> tuple[str, ...]:
+    """The spelling of `text`, and another one where a comma is ambiguous, the usual one first.
+
+    `200,100` is a number or two of them; in brackets, where other commas are left, it is two
+    numbers before it is one: `(1,000, 2,500)`.
+    """
     if text.isascii() and text.isdigit():
-        return text
+        return (text,)
+    text = _spelled(text)
+    as_numbers = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
+    both = (as_numbers, text)
+    if _BRACKETED.search(text):
+        both = (text, as_numbers if "," in as_numbers else text)
+    return tuple(dict.fromkeys(_without_braces(_IDLE_SPACE.sub("", one)) for one in both))
+
+
+def _spelled(text: str) -> str:
     text = " ".join(_plain_characters(text).split())
     text = _without_delimiters(text)
     for pattern, replacement in _REWRITES:
@@ -76,20 +109,25 @@ def tidy(text: str) -> str:
     text = _stripped(" ".join(text.split()))
     if _SPACED_THOUSANDS.fullmatch(text):
         text = text.replace(" ", "")
-    if "(" not in text and "[" not in text and r"\{" not in text:
-        text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
-    return _without_braces(_IDLE_SPACE.sub("", text))
+    return text
 
 
 def _stripped(text: str) -> str:
-    return text.lstrip(_LEADING).rstrip(_TRAILING)
+    """Without points and spaces around it, `\\,` among them; a bare backslash is no end."""
+    return text.lstrip(_LEADING).rstrip(_TRAILING + "\\")
 
 
 def _plain_characters(text: str) -> str:
     if text.isascii():
         return text
-    text = _SUPERSCRIPT_RUN.sub(lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}", text)
+    text = _SUPERSCRIPT_RUN.sub(_raised, text)
     return "".join(_UNICODE.get(char) or _plain_character(char) for char in text)
+
+
+def _raised(match: re.Match[str]) -> str:
+    """An exponent; a sign alone is one of the number behind it."""
+    run = match.group().translate(_SUPERSCRIPTS)
+    return "^{" + run + "}" if any(char.isdigit() for char in run) else run
 
 
 def _plain_character(char: str) -> str:

@@ -7,7 +7,8 @@ bounds leave an order of magnitude. What passes may still run for ever; the pool
 import math
 import re
 
-from services.reward.graders.forms import Unreadable, nesting
+from services.reward.graders.brackets import nesting
+from services.reward.graders.forms import Unreadable
 
 MAX_CHARS = 500
 MAX_NESTING = 12
