@@ -26,6 +26,7 @@ from services.evaluator.asked import RequestStore
 from services.evaluator.config import EvaluatorConfig, RunnerConfig
 from services.evaluator.samples import read_samples
 from shared import topology
+from shared.environment import ENVIRONMENT_EVENT
 from shared.http import HttpClient
 from shared.job import Job
 from shared.messages import EvalRequested, Event, JobAnnounced, Outcome, Score, Unparseable
@@ -194,12 +195,14 @@ class Stage:
         await publish(self.redis, topology.evals(JOB_ID), request.pack())
 
     async def next_event(self, *, within_s: float = 20.0) -> Event:
-        """The first event of the job."""
-        stream = topology.events(JOB_ID)
+        """The first event of an evaluation."""
+        stream, last_id = topology.events(JOB_ID), b"0"
         async with asyncio.timeout(within_s):
-            while not (found := await read_from(self.redis, stream, b"0", block_s=0.5)):
-                pass
-        return Event.unpack(found[0][1])
+            while True:
+                for entry_id, body in await read_from(self.redis, stream, last_id, block_s=0.5):
+                    last_id, event = entry_id, Event.unpack(body)
+                    if event.name != ENVIRONMENT_EVENT:
+                        return event
 
     @contextlib.asynccontextmanager
     async def evaluator(self) -> AsyncIterator[EvaluatorConfig]:

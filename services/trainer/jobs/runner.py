@@ -10,6 +10,7 @@ next job ─> Conductor.run ─┬─ returns ──────────> fi
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import structlog
 from redis.asyncio import Redis
@@ -66,6 +67,7 @@ class JobRunner:
         self._board = board or LaunchBoard()
         self._begin_ranks = begin_ranks or self._torchrun
         self._wake = asyncio.Event()
+        self._environment: dict[str, Any] = {}
         self.reports = Reports(deadline_s=config.conductor.report_s)
 
     def run_dir(self, job_id: str) -> Path:
@@ -77,6 +79,7 @@ class JobRunner:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run jobs until `stop`; a job in progress then stays the running one."""
+        self._environment = await asyncio.to_thread(environment_of, self._config)
         running = [job.job_id for job in self._store.all() if job.state == "running"]
         await retire_others(self._redis, running)
         while not stop.is_set():
@@ -114,8 +117,7 @@ class JobRunner:
         run_dir = self.run_dir(job.job_id)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / JOB_FILE).write_text(job.job.model_dump_json(indent=2) + "\n")
-        found = await asyncio.to_thread(environment_of, self._config)
-        await asyncio.to_thread(write_environment, run_dir, self._config.name, found)
+        await asyncio.to_thread(write_environment, run_dir, self._config.name, self._environment)
         source = await asyncio.to_thread(PromptSource.load, job.job_id, job.job)
         return assemble(
             self._redis,
