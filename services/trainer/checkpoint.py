@@ -4,7 +4,7 @@ One directory appears whole: written beside its place, then renamed, with `compl
 what the conductor laid beside it for it (`checkpoint_folder.py`).
 Contents are hashed when written and verified when read; anything wrong is `WeightsCorrupt`.
 
-    start ──> copies in host memory ──thread──> files of this rank
+    start ──> copies in host memory ──thread──> files of this rank      (unless `wait`: no copies)
     finish ──> all ranks have written ──> index ──thread of rank 0──> hashes, rename
 """
 
@@ -29,11 +29,17 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from services.trainer.checkpoint_folder import COMPLETE_FILE, building_of, job_state_of
+from services.trainer.checkpoint_folder import (
+    COMPLETE_FILE,
+    building_of,
+    job_state_of,
+    put_in_place,
+)
 from services.trainer.megatron.optimizer import separate_steps
 from shared.errors import WeightsCorrupt
 
@@ -67,9 +73,13 @@ class Writer:
         model: nn.Module,
         optimizer: MegatronOptimizer,
         progress: dict[str, int],
+        copy: bool = True,
     ) -> None:
         """Copy everything that a resumed run needs and begin to write it; `progress` holds step and
-        policy_version. An older directory at `path` is replaced once the new one is complete."""
+        policy_version. An older directory at `path` is replaced once the new one is complete.
+
+        Without `copy` nothing may change before `finish`: tensors are written where they are.
+        """
         self.finish(wait=True)
         building = building_of(path)
         if dist.get_rank() == 0:
@@ -78,7 +88,7 @@ class Writer:
         dist.barrier()
         state = _sharded_state(model, optimizer, loading=False)
         state["progress"] = progress
-        state["generator"] = torch.get_rng_state()
+        state["generators"] = _generators_of_all()
         # Megatron would start a process just to hold this queue between a writer and itself.
         filesystem_async._results_queue = queue.Queue()
         request = dist_checkpointing.save(
@@ -88,7 +98,8 @@ class Writer:
             async_sharded_save=True,
             async_strategy="mcore",
         )
-        self._pending = _Pending(path, building, progress, request, _write(request))
+        live = _storages(model, optimizer) if copy else None
+        self._pending = _Pending(path, progress, request, _write(request, live))
 
     def finish(self, *, wait: bool) -> bool:
         """Whether nothing is left to write: takes the next step once all ranks are ready for it.
@@ -112,7 +123,6 @@ class Writer:
 @dataclass(frozen=True, slots=True)
 class _Pending:
     path: Path
-    building: Path
     progress: dict[str, int]
     request: Any  # None once there is an index
     thread: threading.Thread
@@ -126,21 +136,31 @@ def _index(pending: _Pending) -> _Pending | None:
     except CheckpointException as err:
         log.exception("checkpoint_not_written", path=str(pending.path), error=str(err))
         return None
-    work = partial(_place, pending) if dist.get_rank() == 0 else _nothing
+    work = partial(place, pending.path, pending.progress) if dist.get_rank() == 0 else _nothing
     return replace(pending, request=None, thread=_thread(work))
 
 
-def _place(pending: _Pending) -> None:
-    """The job's state from beside, hashes of all files, and the directory has its name."""
-    state = job_state_of(pending.path)
+def place(path: Path, progress: dict[str, int]) -> None:
+    """The job's state from beside, hashes of all files, and what was built has its name."""
+    building, state = building_of(path), job_state_of(path)
     try:
         for file in state.iterdir() if state.exists() else ():
-            file.rename(pending.building / file.name)
+            file.rename(building / file.name)
         shutil.rmtree(state, ignore_errors=True)
-        save_integrity_manifest(str(pending.building))
-        _appear(pending.building, pending.path, pending.progress)
+        save_integrity_manifest(str(building))
+        _declare_complete(building, progress)
+        put_in_place(path)
     except OSError as err:
-        log.exception("checkpoint_not_written", path=str(pending.path), error=str(err))
+        log.exception("checkpoint_not_written", path=str(path), error=str(err))
+
+
+def _declare_complete(building: Path, progress: dict[str, int]) -> None:
+    scratch = building / f".{COMPLETE_FILE}"
+    with scratch.open("w") as file:
+        json.dump(progress, file)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.rename(building / COMPLETE_FILE)
 
 
 def _thread(work: Callable[[], object]) -> threading.Thread:
@@ -153,20 +173,40 @@ def _nothing() -> None:
     return None
 
 
-def _write(request: Any) -> threading.Thread:
-    """Writes copies of this rank's tensors, since the originals change meanwhile."""
+def _write(request: Any, live: set[int] | None) -> threading.Thread:
+    """Writes this rank's tensors; copies of those in `live` storages, if any will change meanwhile.
+
+    From a device they come at once where there are `live` ones, and else one by one.
+    """
     if request.async_fn is None:
         return _thread(_nothing)
     rank, buckets, *rest = request.async_fn_args
-    copies = [
-        (file, key, (blobs, [(item, _copy(tensor)) for item, tensor in tensors]))
-        for file, key, (blobs, tensors) in buckets
+    tensors: list[Any] = [
+        ((item, _on_host(tensor, live or set())) for item, tensor in found)
+        for _, _, (_, found) in buckets
     ]
-    return _thread(partial(request.async_fn, rank, copies, *rest, **request.async_fn_kwargs))
+    if live is not None:
+        tensors = [list(found) for found in tensors]
+    work = [
+        (file, key, (blobs, found))
+        for (file, key, (blobs, _)), found in zip(buckets, tensors, strict=True)
+    ]
+    return _thread(partial(request.async_fn, rank, work, *rest, **request.async_fn_kwargs))
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _on_host(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
+    is_live = tensor.untyped_storage().data_ptr() in live
+    return tensor.detach().to("cpu", copy=is_live)
+
+
+def _storages(model: nn.Module, optimizer: MegatronOptimizer) -> set[int]:
+    """Of everything that training changes. Other tensors of a save are Megatron's copies already,
+    or were put together for it."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for part in optimizer.chained_optimizers:
+        for parameter, state in part.optimizer.state.items():
+            tensors += [parameter, *state.values()]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _everywhere(done: bool) -> bool:
@@ -180,7 +220,7 @@ def save(
 ) -> None:
     """Write a checkpoint and wait for it. Every rank calls it."""
     writer = Writer()
-    writer.start(path, model=model, optimizer=optimizer, progress=progress)
+    writer.start(path, model=model, optimizer=optimizer, progress=progress, copy=False)
     writer.finish(wait=True)
 
 
@@ -192,7 +232,7 @@ def load(path: Path, *, model: nn.Module, optimizer: MegatronOptimizer) -> dict[
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     separate_steps(optimizer)
-    torch.set_rng_state(state["generator"])
+    _restore_generators(state["generators"])
     return cast(dict[str, int], state["progress"])
 
 
@@ -241,6 +281,29 @@ def _sharded_experts(name: str, tensor: torch.Tensor) -> ShardedTensor:
     )
 
 
+def _generators_of_all() -> list[dict[str, Any]]:
+    """Collective: states of every rank's generators, in order of ranks."""
+    mine = {
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+    found: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _restore_generators(saved: list[dict[str, Any]]) -> None:
+    """Each rank its own; on another number of ranks the host's of rank 0, and the others as they
+    were seeded."""
+    same = len(saved) == dist.get_world_size()
+    mine = saved[dist.get_rank() if same else 0]
+    if same:
+        get_cuda_rng_tracker().set_states(mine["megatron"])
+        torch.cuda.set_rng_state(mine["device"])
+    torch.set_rng_state(mine["host"])
+
+
 def _sharded_state(
     model: nn.Module, optimizer: MegatronOptimizer, *, loading: bool
 ) -> dict[str, Any]:
@@ -257,16 +320,3 @@ def _read(path: Path, sharded: dict[str, Any]) -> dict[str, Any]:
     except (CheckpointingException, OSError, KeyError, RuntimeError, ValueError) as err:
         raise WeightsCorrupt(f"{path}: {err}") from err
     return cast(dict[str, Any], loaded)
-
-
-def _appear(building: Path, path: Path, progress: dict[str, int]) -> None:
-    with (building / COMPLETE_FILE).open("w") as file:
-        json.dump(progress, file)
-        file.flush()
-        os.fsync(file.fileno())
-    replaced = path.with_name(f".{path.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if path.exists():
-        path.rename(replaced)
-    building.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)

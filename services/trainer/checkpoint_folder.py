@@ -3,6 +3,7 @@
 .stepN.job        what the conductor adds: a copy of the books as they are at step N
 .stepN.building   what the ranks write; last they move the above in and hash all files
 stepN             the same folder, complete
+.stepN.replaced   an older one of that step, until the new one has its name
 """
 
 import shutil
@@ -23,6 +24,37 @@ def building_of(path: Path) -> Path:
 
 def job_state_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.job")
+
+
+def put_in_place(path: Path) -> None:
+    """Give what was built for `path` its name, which an older checkpoint may still have."""
+    replaced = _replaced_of(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
+    building_of(path).rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def settle(run_dir: Path) -> None:
+    """After a kill, while nobody writes: a complete folder gets its name, an older one that had to
+    leave for one that never came has it again, and what is half-written goes."""
+    checkpoints = run_dir / CHECKPOINTS
+    for building in checkpoints.glob(f".step*.building/{COMPLETE_FILE}"):
+        put_in_place(_path_of(building.parent))
+    for replaced in checkpoints.glob(".step*.replaced"):
+        if not _path_of(replaced).exists():
+            replaced.rename(_path_of(replaced))
+    for half in checkpoints.glob(".step*"):
+        shutil.rmtree(half)
+
+
+def _replaced_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _path_of(hidden: Path) -> Path:
+    return hidden.with_name(hidden.stem.removeprefix("."))
 
 
 def complete_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
@@ -46,6 +78,7 @@ def recover_books(run_dir: Path) -> None:
     place = run_dir / BOOKS_FILE
     if place.exists():
         return
+    settle(run_dir)
     for step, folder in reversed(complete_checkpoints(run_dir)):
         if (folder / BOOKS_FILE).exists():
             scratch = place.with_suffix(".building")

@@ -20,6 +20,7 @@ from services.trainer.checkpoint_folder import (
     COMPLETE_FILE,
     add_books,
     complete_checkpoints,
+    settle,
 )
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.ranks import RankSet, RanksLost, RanksStalled
@@ -234,8 +235,7 @@ class RankKeeper:
     async def _start_and_replay(self) -> None:
         """New ranks are ours only once they are in the right state."""
         self._unfinished = None
-        for half in self._checkpoints.glob(".step*"):
-            await asyncio.to_thread(shutil.rmtree, half)
+        await asyncio.to_thread(settle, self._run_dir)
         for step, path in [*reversed(self.complete_checkpoints()), (0, None)]:
             missing = self._books.redo_steps(step)  # raises before anything is started
             ranks = await self._start_ranks()

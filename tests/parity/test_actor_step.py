@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from services.trainer import checkpoint
 from services.trainer.engine.actor import Actor
-from services.trainer.megatron import parallel
+from services.trainer.megatron import cpu, parallel
 from services.trainer.megatron.tracker import MemoryTracker
 from services.trainer.models.deepseek_v4.weights import release_tensors
 from shared.errors import LeftHalfway, Rejected
@@ -415,6 +416,22 @@ def test_equal_rewards_change_nothing_but_decay(release: Path) -> None:
     equal = [s.model_copy(update={"advantage": 0.0}) for s in batch().samples]
     metrics = actor.train_step(batch().model_copy(update={"samples": equal}))
     assert metrics["loss"] == metrics["grad_norm"] == 0.0
+
+
+def test_a_checkpoint_has_the_generators(release: Path, tmp_path: Path) -> None:
+    """The host's, the device's (here the same one) and those that Megatron tracks."""
+    actor = Actor(job(release))
+    saved: dict[str, Any] = {"model": actor.model, "optimizer": actor.optimizer}
+    checkpoint.save(tmp_path / "step1", progress={"step": 1, "policy_version": 1}, **saved)
+    expected = [drawn() for _ in range(2)]
+    checkpoint.load(tmp_path / "step1", **saved)
+    assert [drawn() for _ in range(2)] == expected
+
+
+def drawn() -> list[float]:
+    with get_cuda_rng_tracker().fork():
+        tracked = float(torch.rand(()))
+    return [float(torch.rand(())), float(torch.rand((), device=cpu.device())), tracked]
 
 
 @pytest.mark.parametrize("recompute", [{"mode": "selective"}, {"mode": "full"}])

@@ -185,13 +185,15 @@ class Operations:
         """
         actor = self.actor
         self._progress("save", actor.step)
+        wait = payload.get("wait", True)
         self._checkpoints.start(
             Path(payload["path"]),
             model=actor.model,
             optimizer=actor.optimizer,
             progress=self._state(),
+            copy=not wait,
         )
-        complete = self._checkpoints.finish(wait=payload.get("wait", True))
+        complete = self._checkpoints.finish(wait=wait)
         return {**self._state(), "complete": complete}
 
     def _load(self, payload: dict[str, Any]) -> dict[str, Any]:

@@ -109,19 +109,6 @@ class HostOffload(HybridDeviceOptimizer):
                 parameter.grad = parameter.decoupled_grad
         super()._set_sub_optimizer_grads()
 
-    def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Take over what was loaded: copies, for it may be views of whole parameters."""
-        for part in self.sub_optimizers:
-            for master in part.state:
-                loaded = self.state[self.inner_param_to_orig_param[master]]
-                master.data.copy_(loaded["master_param"])
-                moments = {
-                    key: torch.empty_like(master, requires_grad=False).copy_(loaded[key])
-                    for key in ("exp_avg", "exp_avg_sq")
-                }
-                part.state[master] = {"step": loaded["step"].to(master.device, copy=True)} | moments
-        self._sync_sub_optimizers_state_to_hdo()
-
 
 def _host_copy(parameter: Tensor) -> Tensor:
     """FP32; pinned where there is a device, so that copies need not wait."""

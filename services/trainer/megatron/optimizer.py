@@ -23,7 +23,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from services.trainer.megatron import cpu, offload
+from services.trainer.megatron import cpu, offload, states
 from services.trainer.models.deepseek_v4.model import DeepSeekV4
 from shared.job_actor import OptimizerSection
 
@@ -77,10 +77,13 @@ def build_optimizer(
         if isinstance(part.optimizer, offload.HostOffload):
             _apply_decay_factors(part.optimizer)
             part.optimizer.place()
+            states.install(part)
         elif isinstance(part.optimizer, torch.optim.AdamW):
             _apply_decay_factors(part.optimizer)
             _prepare(part.optimizer)
-            _accept_step_tensors(part)
+            states.install(part)
+    for part in optimizer.chained_optimizers[:-1]:
+        part._defer_param_sync = True  # else each of them gathers the weights of all
     return optimizer
 
 
@@ -88,15 +91,6 @@ def _apply_decay_factors(inner: torch.optim.Optimizer) -> None:
     """Else left to Megatron's own scheduler."""
     for group in inner.param_groups:
         group["weight_decay"] *= group["wd_mult"]
-
-
-def _accept_step_tensors(part: Any) -> None:
-    """Loading fails on torch's AdamW, whose state has a `step` tensor that is not in the file (all
-    share one, restored before); a None makes Megatron pass it over."""
-    put = part._set_main_param_and_optimizer_states
-    part._set_main_param_and_optimizer_states = lambda parameter, tensors: put(
-        parameter, {"step": None, **tensors}
-    )
 
 
 def _prepare(inner: torch.optim.AdamW) -> None:
