@@ -41,7 +41,12 @@ PLAIN = tuple(
     for dtype in ("bfloat16", "float32")
     for length in (64, 256, 1024)
 )
-SETUPS = (*PLAIN, replace(PLAIN[1], recompute="selective"), replace(PLAIN[1], recompute="full"))
+SETUPS = (
+    *PLAIN,
+    replace(PLAIN[1], recompute="selective"),
+    replace(PLAIN[1], recompute="full"),
+    replace(PLAIN[1], mtp_loss_weight=0.1),
+)
 
 
 def _compare(name: str, arch: Architecture, setup: Setup) -> None:
@@ -53,6 +58,7 @@ def _compare(name: str, arch: Architecture, setup: Setup) -> None:
         model=name,
         dtype=setup.dtype,
         recompute=setup.recompute,
+        trains_mtp=setup.trains_mtp,
         rows=setup.rows,
         length=setup.sample_tokens,
         states_mb=round(states / 1e6, 2),

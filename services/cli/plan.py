@@ -61,6 +61,9 @@ def plan(
     tokens: Annotated[
         int | None, typer.Option(help="Token budget of one GPU's micro-batch.", min=1)
     ] = None,
+    background_saves: Annotated[
+        bool | None, typer.Option(help="Host memory for checkpoints that are written meanwhile.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Plan an actor: what each GPU and host must hold, what is sent, what would make it fit.
@@ -71,7 +74,12 @@ def plan(
     async def command() -> int:
         setup, arch, machine = _asked(model, job, changes or [], gpus, gpus_per_node)
         machine = replace(machine, gpu_bytes=_bytes(gpu_memory), host_bytes=_bytes(host_memory))
-        given: dict[str, Any] = {"recompute": recompute, "offload": offload, "max_tokens": tokens}
+        given: dict[str, Any] = {
+            "recompute": recompute,
+            "offload": offload,
+            "max_tokens": tokens,
+            "background_saves": background_saves,
+        }
         setup = replace(setup, **{key: value for key, value in given.items() if value is not None})
         if tokens is not None:
             setup = replace(setup, sample_tokens=min(setup.sample_tokens, tokens))

@@ -11,6 +11,7 @@ from shared.planner.plan import Plan
 from shared.planner.speed import step_seconds
 
 _PARTS = ("weights", "gradients", "optimizer", "activations", "working", "buffers")
+_HOST_PARTS = ("experts", "dense", "gradients", "reference", "checkpoint")
 
 
 def show_plan(
@@ -24,7 +25,7 @@ def show_plan(
         console.print(sentence, highlight=False, soft_wrap=True)
     if found.stages:
         console.print(_stages(found))
-        if found.setup.offload:
+        if any(found.host_bytes):
             console.print(_hosts(found))
         if found.traffic:
             console.print(_traffic(found))
@@ -71,22 +72,17 @@ def _stages(found: Plan) -> Table:
 
 
 def _hosts(found: Plan) -> Table:
-    table = Table(
-        title="Each host (GB); the first three for each of its GPUs", box=None, title_justify="left"
-    )
-    for name in ("node", "experts", "other", "gradients", "total"):
+    """What every host has for each of its GPUs, and in all."""
+    table = Table(title="Each host (GB); parts are each GPU's", box=None, title_justify="left")
+    parts = [name for name in _HOST_PARTS if any(getattr(s.host, name) for s in found.stages)]
+    for name in ("node", *parts, "total"):
         table.add_column(name, justify="right")
     layout, per_node = found.setup.layout, found.machine.gpus_per_node
     for node, total in enumerate(found.host_bytes):
         ranks = range(node * per_node, min((node + 1) * per_node, layout.world))
         hosts = [found.stages[stage].host for stage in sorted({*map(layout.stage_of, ranks)})]
-        table.add_row(
-            str(node),
-            " / ".join(_gb(host.experts) for host in hosts),
-            " / ".join(_gb(host.dense) for host in hosts),
-            " / ".join(_gb(host.gradients) for host in hosts),
-            _gb(total),
-        )
+        sizes = [" / ".join(_gb(getattr(host, name)) for host in hosts) for name in parts]
+        table.add_row(str(node), *sizes, _gb(total))
     return table
 
 
@@ -94,7 +90,7 @@ def _traffic(found: Plan) -> Table:
     table = Table(title="Sent by one GPU in a step (GB)", box=None, title_justify="left")
     for name in ("stage", "collective"):
         table.add_column(name, no_wrap=True)
-    table.add_column("calls", justify="right")
+    table.add_column("calls", justify="right", no_wrap=True)
     for stage in found.stages:
         table.add_column(str(stage.number), justify="right", no_wrap=True)
     sent = {(one.what, one.stage): one for one in found.traffic}
@@ -143,4 +139,6 @@ def _others(arch: Architecture, found: Plan, others: Sequence[Plan]) -> Table:
 
 def _gb(num_bytes: float) -> str:
     size = num_bytes / 1e9
+    if abs(size) >= 1000:
+        return f"{size:,.0f}"
     return f"{size:,.1f}" if abs(size) >= 1 or size == 0 else f"{size:.3f}"

@@ -156,13 +156,22 @@ def _compressor(arch: Architecture, layer: int, micro: MicroBatch, precision: Pr
     return kept
 
 
+def routed_rows(arch: Architecture, micro: MicroBatch, layout: Layout) -> tuple[int, int]:
+    """Rows that one rank sends to experts, and those that its experts get when routing is even:
+    tensor ranks route a part of their tokens each, ranks that share an expert all get its rows."""
+    sent = micro.tokens * arch.num_experts_per_tok // layout.tensor
+    return sent, sent * layout.expert_tensor
+
+
 def _experts(arch: Architecture, micro: MicroBatch, layout: Layout, precision: Precision) -> int:
     b, copies = precision.dtype_bytes, 2 if precision.rounds else 1
-    routed = micro.tokens * arch.num_experts_per_tok
+    sent, arrived = routed_rows(arch, micro, layout)
     inner = arch.moe_intermediate_size // layout.expert_tensor
     kept = micro.tokens * (copies - 1) * arch.hidden_size * b  # the rounded input
     kept += 3 * micro.tokens * arch.n_routed_experts * FP32  # the router's scores
-    kept += routed * (arch.hidden_size * b + 2 * inner * b + FP32 + 2 * INDEX)
+    kept += arrived * (arch.hidden_size * b + 2 * inner * b + FP32) + 2 * sent * INDEX
+    if layout.expert * layout.expert_tensor > 1:
+        kept += 2 * arrived * INDEX  # their order, and back
     shared = arch.moe_intermediate_size * arch.n_shared_experts // layout.tensor
     return kept + 3 * micro.tokens * shared * b
 
@@ -186,9 +195,9 @@ def _experts_working(
 ) -> int:
     """Gradients of the routed rows, and of the layer's experts before they join the FP32 sum."""
     b = precision.dtype_bytes
-    routed = micro.tokens * arch.num_experts_per_tok
+    _, arrived = routed_rows(arch, micro, layout)
     ranks = layout.expert * layout.expert_tensor
     local = 3 * arch.n_routed_experts * arch.moe_intermediate_size * arch.hidden_size // ranks
     return (
-        local * b + 2 * routed * arch.hidden_size * b + 2 * micro.tokens * arch.hidden_size * FP32
+        local * b + 2 * arrived * arch.hidden_size * b + 2 * micro.tokens * arch.hidden_size * FP32
     )

@@ -1,7 +1,8 @@
 """The smallest change that would make a plan fit, and the layouts that a model can have.
 
 Smallest: fewest fields, and among those the ones that cost a run least: computing activations
-again, then moving optimiser state, then smaller micro-batches, then other groups, then more nodes.
+again, then moving optimiser state, then saving in the foreground, then smaller micro-batches, then
+other groups, then more nodes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ MAX_TENSOR = 8
 OFFLOADS = (0.25, 0.5, 0.75, 1.0)
 MAX_TIMES_NODES = 64
 MARGIN = 0.15
+# What saves memory of GPUs without another layout.
+SAVING: dict[str, Any] = {"recompute": "full", "recomputed_blocks": None, "offload": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ def _levers(arch: Architecture, setup: Setup, machine: Machine) -> Iterator[list
     less = [share for share in reversed(OFFLOADS) if share < setup.offload]
     key = "actor.optimizer.offload.fraction"
     yield [(key, f"{share:g}", {"offload": share}) for share in (*more, *less)]
+    if setup.background_saves:
+        yield [("checkpoint.background", "false", {"background_saves": False})]
     if setup.max_tokens > setup.row_tokens:
         tokens = setup.row_tokens
         yield [("actor.max_tokens_per_gpu", str(tokens), {"max_tokens": tokens})]
@@ -124,25 +129,32 @@ def _tried(arch: Architecture, found: Plan, steps: Sequence[_Step]) -> Advice | 
 
 
 def _more_nodes(arch: Architecture, found: Plan) -> Advice | None:
-    """More GPUs, with everything else that saves memory switched on."""
-    times = 2
-    while times <= MAX_TIMES_NODES:
-        world = found.setup.layout.world * times
-        setup = replace(
-            found.setup,
-            layout=Layout(world=world),
-            recompute="full",
-            recomputed_blocks=None,
-            offload=1.0,
-        )
-        best = best_layout(arch, setup, found.machine)
-        if best is not None:
-            changes = {
-                "GPUs": str(world),
-                "actor.parallel": str(best.setup.layout),
-                "actor.recompute.mode": "full",
-                "actor.optimizer.offload.fraction": "1",
-            }
-            return Advice(changes, best)
-        times *= 2
+    """The fewest GPUs more that are enough, with as little else changed as that allows."""
+    stronger: tuple[dict[str, Any], ...] = ({}, SAVING, SAVING | {"background_saves": False})
+    for world in _larger(found.setup.layout.world, found.machine.gpus_per_node):
+        for changes in stronger:
+            setup = replace(found.setup, layout=Layout(world=world), **changes)
+            best = best_layout(arch, setup, found.machine)
+            if best is not None:
+                return Advice({"GPUs": str(world), **_changed(found.setup, best.setup)}, best)
     return None
+
+
+def _larger(world: int, per_node: int) -> Iterator[int]:
+    """GPU by GPU on the first node, then node by node."""
+    yield from range(world + 1, per_node)
+    nodes = world // per_node
+    yield from (per_node * more for more in range(nodes + 1, max(nodes, 1) * MAX_TIMES_NODES + 1))
+
+
+def _changed(before: Setup, after: Setup) -> dict[str, str]:
+    """Fields of the job that differ, with their new values."""
+    blocks = after.recomputed_blocks
+    fields = {
+        "actor.parallel": (before.layout, after.layout, str(after.layout)),
+        "actor.recompute.mode": (before.recompute, after.recompute, after.recompute),
+        "actor.recompute.num_blocks": (before.recomputed_blocks, blocks, str(blocks or "all")),
+        "actor.optimizer.offload.fraction": (before.offload, after.offload, f"{after.offload:g}"),
+        "checkpoint.background": (before.background_saves, after.background_saves, "false"),
+    }
+    return {key: shown for key, (old, new, shown) in fields.items() if old != new}

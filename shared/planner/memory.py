@@ -9,6 +9,7 @@ from shared.planner.activations import (
     block_activations,
     head_activations,
     mtp_activations,
+    routed_rows,
 )
 from shared.planner.parameters import FP32_BYTES, Parameters, stage_parameters
 from shared.planner.setup import Setup
@@ -17,6 +18,8 @@ from shared.planner.setup import Setup
 # weight is its own master.
 MASTER_BYTES = 4
 MOMENT_BYTES = 8
+# A checkpoint has an FP32 value and both moments of each trained weight.
+SAVED_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class Memory:
     activations: int
     """Kept for backward passes, of all micro-batches under way."""
     working: int
-    """Of one block's backward pass, what it computes again included, or of the logits."""
+    """Of one block's backward pass, what it computes again included, or of the logits, or of MTP
+    blocks that are trained."""
     logits: int
     """The part of `working` that is the output head's; shown, not added."""
     buffers: int
@@ -53,10 +57,14 @@ class HostMemory:
     dense: int
     gradients: int
     """Pinned copies of gradients on their way."""
+    reference: int
+    """Weights of the reference policy, and the trained ones while it scores."""
+    checkpoint: int
+    """Copies of weights and states while they are written in the background."""
 
     @property
     def total(self) -> int:
-        return self.experts + self.dense + self.gradients
+        return sum(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,13 @@ class Stage:
     @classmethod
     def of(cls, arch: Architecture, setup: Setup, number: int) -> Self:
         layers = setup.layout.stage_layers(arch.num_hidden_layers)[number]
-        held = stage_parameters(arch, setup.layout, stage=number, freeze_router=setup.freeze_router)
+        held = stage_parameters(
+            arch,
+            setup.layout,
+            stage=number,
+            freeze_router=setup.freeze_router,
+            trains_mtp=setup.trains_mtp,
+        )
         return cls(
             number, layers, held, _memory(arch, setup, number, layers, held), _host(held, setup)
         )
@@ -92,7 +106,8 @@ def _memory(
     logits = 0
     if number == layout.pipeline - 1:
         head_kept, logits = head_activations(arch, micro, layout, precision)
-        activations += head_kept + _mtp(arch, setup)
+        activations += head_kept
+        working = max(working, _mtp(arch, setup, logits, 2 * streams))
     return Memory(
         weights=held.weight_bytes(precision.dtype_bytes),
         gradients=held.trained * FP32_BYTES,
@@ -100,7 +115,7 @@ def _memory(
         activations=activations,
         working=max(working, logits),
         logits=logits,
-        buffers=_buffers(arch, setup, held, streams),
+        buffers=_buffers(arch, setup, held, streams, number),
     )
 
 
@@ -110,17 +125,25 @@ def _recompute(setup: Setup, index: int) -> Recompute:
     return setup.recompute if limit is None or index < limit else "none"
 
 
-def _mtp(arch: Architecture, setup: Setup) -> int:
-    depths = range(arch.num_nextn_predict_layers if setup.trains_mtp else 0)
+def _mtp(arch: Architecture, setup: Setup, logits: int, gradients: int) -> int:
+    """What trained MTP blocks keep and need: they come last, so all of it is gone again before the
+    first of the other blocks has its backward pass."""
+    if not setup.trains_mtp:
+        return 0
     given = (setup.micro_batch, setup.layout, setup.precision)
-    return sum(mtp_activations(arch, depth, *given) for depth in depths)
+    depths = range(arch.num_nextn_predict_layers)
+    kept = sum(mtp_activations(arch, depth, *given) for depth in depths)
+    block = block_activations(arch, arch.num_hidden_layers, *given)
+    return kept + max(block.working("none") + gradients, logits)
 
 
-def _buffers(arch: Architecture, setup: Setup, held: Parameters, streams: int) -> int:
+def _buffers(arch: Architecture, setup: Setup, held: Parameters, streams: int, number: int) -> int:
     layout, precision = setup.layout, setup.precision
-    between_stages = 4 * streams if layout.pipeline > 1 else 0
-    routed = setup.micro_batch.tokens * arch.num_experts_per_tok * arch.hidden_size
-    to_experts = 2 * routed * precision.dtype_bytes if layout.expert > 1 else 0
+    neighbours = (number > 0) + (number < layout.pipeline - 1)
+    between_stages = 2 * streams * neighbours  # there, and their gradients back
+    _, arrived = routed_rows(arch, setup.micro_batch, layout)
+    is_spread = layout.expert * layout.expert_tensor > 1
+    to_experts = 2 * arrived * arch.hidden_size * precision.dtype_bytes * is_spread
     rounded = held.total * precision.dtype_bytes if setup.rounds else 0
     return between_stages + to_experts + rounded
 
@@ -146,4 +169,13 @@ def _host(held: Parameters, setup: Setup) -> HostMemory:
         experts=round(share * (experts + MASTER_BYTES * more)),
         dense=round(share * (dense + MASTER_BYTES * exact / copies)),
         gradients=round(share * gradients * FP32_BYTES),
+        reference=2 * held.weight_bytes(setup.precision.dtype_bytes) * setup.keeps_reference,
+        checkpoint=_saved(held, setup) * setup.background_saves,
     )
+
+
+def _saved(held: Parameters, setup: Setup) -> int:
+    """Of the rank that writes the weights, too; what is written in the foreground is not copied."""
+    copies = setup.layout.data * setup.layout.context
+    states = held.experts / setup.layout.expert_data + (held.dense + held.dense_exact) / copies
+    return held.weight_bytes(setup.precision.dtype_bytes) + round(states * SAVED_BYTES)

@@ -1,10 +1,10 @@
 """The plan of a job on a machine: every stage's memory, the traffic, and whether it fits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.job import Job
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.models.deepseek_v4.layout import shared_out
+from shared.models.deepseek_v4.layout import misfits, row_alignment
 from shared.planner.memory import Stage
 from shared.planner.setup import Machine, Setup
 from shared.planner.traffic import Collective, collectives
@@ -56,31 +56,27 @@ def plan(architecture: Architecture, job: Job, *, machine: Machine | None = None
 
 
 def plan_setup(arch: Architecture, setup: Setup, machine: Machine) -> Plan:
-    problems = _misfits(arch, setup)
-    if problems:
-        return Plan(setup, machine, problems=tuple(problems))
+    if problems := _misfits(arch, setup):
+        return Plan(setup, machine, problems=problems)
+    setup = replace(setup, row_alignment=row_alignment(setup.layout, arch))
     stages = tuple(Stage.of(arch, setup, number) for number in range(setup.layout.pipeline))
     traffic = tuple(one for stage in stages for one in collectives(arch, setup, stage))
     found = Plan(setup, machine, stages, traffic)
     return Plan(setup, machine, stages, traffic, tuple(_shortages(found)))
 
 
-def _misfits(arch: Architecture, setup: Setup) -> list[str]:
-    """Why this model cannot be cut in this way at all."""
-    layout, found = setup.layout, []
-    try:
-        layout.stage_sizes(arch.num_hidden_layers)
-    except ValueError as err:
-        found.append(str(err))
-    for field, size, what, number in shared_out(layout, arch):
-        if number % size:
-            found.append(f"{field} {size} does not divide {what} {number}")
-    if setup.row_tokens > setup.max_tokens:
-        found.append(
-            f"a sample of {setup.sample_tokens} tokens exceeds the budget of {setup.max_tokens} "
-            f"tokens on each of {layout.context} context ranks"
-        )
-    return found
+def _misfits(arch: Architecture, setup: Setup) -> tuple[str, ...]:
+    """Why this model cannot be trained in this way at all: what a job's submission would say."""
+    found = misfits(
+        setup.layout,
+        arch,
+        mtp_loss_weight=setup.mtp_loss_weight,
+        sample_tokens=setup.sample_tokens,
+        max_tokens=setup.max_tokens,
+        fp8=setup.fp8,
+        rounds=setup.rounds,
+    )
+    return tuple(found)
 
 
 def _shortages(found: Plan) -> list[str]:
@@ -93,10 +89,10 @@ def _shortages(found: Plan) -> list[str]:
             "can be used of it"
         )
     if machine.host_bytes is not None and max(found.host_bytes) > machine.host_bytes:
-        node = found.host_bytes.index(max(found.host_bytes))
+        needed = max(found.host_bytes)
         problems.append(
-            f"the host of node {node} needs {_gb(found.host_bytes[node])} for offloaded optimiser "
-            f"state, {_gb(found.host_bytes[node] - machine.host_bytes)} more than it has"
+            f"the host of node {found.host_bytes.index(needed)} needs {_gb(needed)} for what is "
+            f"offloaded, kept and saved there, {_gb(needed - machine.host_bytes)} more than it has"
         )
     return problems
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from shared.job import Job
+from shared.models.deepseek_v4.layout import ROW_ALIGNMENT
 from shared.parallel import Layout
 from shared.planner.activations import MicroBatch, Precision, Recompute
 
 GB = 10**9
-ROW_ALIGNMENT = 8  # rows of a micro-batch are padded to multiples of this
 # Not counted but assumed: the device's context, libraries' workspaces, buffers of communicators.
 RUNTIME_BYTES = 4 * GB
 # Share of the device that an allocator cannot use for want of whole pieces.
@@ -40,7 +40,8 @@ class Setup:
     rounds: bool = False
     rounds_activations: bool = False
     freeze_router: bool = True
-    trains_mtp: bool = False
+    mtp_loss_weight: float = 0.0
+    fp8: bool = False
     max_tokens: int = 8192
     sample_tokens: int = 8192
     response_tokens: int = 4096
@@ -49,6 +50,11 @@ class Setup:
     recompute: Recompute = "none"
     recomputed_blocks: int | None = None
     offload: float = 0.0
+    keeps_reference: bool = False
+    background_saves: bool = False
+    """Checkpoints are copied to host memory first, as a job does unless it says otherwise."""
+    row_alignment: int = ROW_ALIGNMENT
+    """Rows are padded to multiples of this; `plan_setup` knows what layout and model ask for."""
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -59,7 +65,8 @@ class Setup:
             rounds=actor.quantisation != "none",
             rounds_activations=actor.quantisation == "full",
             freeze_router=actor.freeze_router,
-            trains_mtp=actor.mtp_loss_weight > 0,
+            mtp_loss_weight=actor.mtp_loss_weight,
+            fp8=actor.precision == "fp8",
             max_tokens=actor.max_tokens_per_gpu,
             sample_tokens=job.max_sample_tokens,
             response_tokens=sampling.max_response_tokens,
@@ -68,7 +75,13 @@ class Setup:
             recompute=actor.recompute.mode,
             recomputed_blocks=actor.recompute.num_blocks,
             offload=actor.optimizer.offload.fraction,
+            keeps_reference=job.algorithm.kl.coefficient > 0,
+            background_saves=job.checkpoint.background,
         )
+
+    @property
+    def trains_mtp(self) -> bool:
+        return self.mtp_loss_weight > 0
 
     @property
     def precision(self) -> Precision:
@@ -77,7 +90,7 @@ class Setup:
     @property
     def row_tokens(self) -> int:
         """Of the longest sample, padded, on one of its context ranks."""
-        aligned = -(-self.sample_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        aligned = -(-self.sample_tokens // self.row_alignment) * self.row_alignment
         return -(-aligned // self.layout.context)
 
     @property

@@ -17,7 +17,7 @@ NETWORK_BYTES_PER_S = 4e10
 def step_seconds(arch: Architecture, found: Plan) -> float:
     """Of the busiest stage, when every sample is as long as it may be."""
     setup = found.setup
-    passes = 3 + (setup.recompute != "none") + (setup.updates_per_step > 1)
+    passes = 3 + (setup.recompute != "none") + (setup.updates_per_step > 1) + setup.keeps_reference
     waiting = (setup.micro_batches + setup.layout.pipeline - 1) / setup.micro_batches
     tokens = setup.micro_batch.tokens * setup.micro_batches * setup.updates_per_step
     slowest = 0.0
@@ -39,12 +39,5 @@ def _active(arch: Architecture, found: Plan, number: int) -> float:
 
 
 def _seconds(one: Collective, found: Plan) -> float:
-    layout, per_node = found.setup.layout, found.machine.gpus_per_node
-    inside = {
-        "all-to-all": layout.expert * layout.expert_tensor,
-        "all-reduce": layout.tensor,
-        "all-gather": layout.stage_ranks,
-        "reduce-scatter": layout.stage_ranks,
-        "point-to-point": layout.world,
-    }[one.operation]
-    return one.num_bytes / (NODE_BYTES_PER_S if inside <= per_node else NETWORK_BYTES_PER_S)
+    inside = one.span <= found.machine.gpus_per_node
+    return one.num_bytes / (NODE_BYTES_PER_S if inside else NETWORK_BYTES_PER_S)

@@ -65,7 +65,9 @@ def test_the_published_run_has_every_published_value() -> None:
     assert actor.dtype == "bfloat16"
     assert "torch_dist" in (job.model.actor_checkpoint or "")
     assert job.name == "dsv4-flash-mi355x-4node"
-    assert cluster.rendezvous.host == "$SITE_HEAD"
+    assert (cluster.rendezvous.host, cluster.rendezvous.port) == ("$SITE_HEAD", 29400)
+    assert (job.mode, job.rollout.engine) == ("train", "sglang")
+    assert (sampling.oversampling, job.checkpoint.every_steps) == (1.25, 10)
 
 
 def test_the_published_run_sets_every_published_variable() -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from services.trainer.fp8.products import EXACT, Products, products_as
 from services.trainer.megatron.optimizer import build_optimizer, wrap
@@ -30,14 +32,11 @@ class Measured:
 def measure(architecture: Architecture, setup: Setup, *, products: Products = EXACT) -> Measured:
     """One micro-batch of `setup` through a new model of one rank; Megatron's groups exist."""
     with MemoryTracker() as tracker:
-        config = transformer_config(architecture, dtype=setup.dtype, initialise=True)
-        model = DeepSeekV4(config, architecture, freeze_router=setup.freeze_router)
-        model.recompute(setup.recompute, setup.recomputed_blocks)
+        config, model = _model(architecture, setup)
         weights = tracker.live_bytes
         wrapped = wrap(model, config)
         gradients = tracker.live_bytes - weights
-        settings = OptimizerSection(offload=OffloadSection(fraction=setup.offload))
-        _ = build_optimizer(wrapped, config, settings)
+        _ = build_optimizer(wrapped, config, _settings(setup))
         states = tracker.live_bytes
         sequences = _samples(architecture, setup)
         tracker.restart_peak()
@@ -46,6 +45,28 @@ def measure(architecture: Architecture, setup: Setup, *, products: Products = EX
         return Measured(
             weights, gradients, states - weights - gradients, tracker.peak_bytes - states
         )
+
+
+def built(architecture: Architecture, setup: Setup) -> tuple[DeepSeekV4, MegatronOptimizer]:
+    """A new model of one rank, and its optimiser."""
+    config, model = _model(architecture, setup)
+    return model, build_optimizer(wrap(model, config), config, _settings(setup))
+
+
+def _model(architecture: Architecture, setup: Setup) -> tuple[TransformerConfig, DeepSeekV4]:
+    config = transformer_config(architecture, dtype=setup.dtype, initialise=True)
+    model = DeepSeekV4(
+        config,
+        architecture,
+        freeze_router=setup.freeze_router,
+        train_mtp=setup.trains_mtp,
+    )
+    model.recompute(setup.recompute, setup.recomputed_blocks)
+    return config, model
+
+
+def _settings(setup: Setup) -> OptimizerSection:
+    return OptimizerSection(offload=OffloadSection(fraction=setup.offload))
 
 
 def _samples(architecture: Architecture, setup: Setup) -> list[ScoredSequence]:
@@ -65,4 +86,7 @@ def _one_pass(wrapped: torch.nn.Module, sequences: list[ScoredSequence], setup: 
         positions_N=torch.from_numpy(micro.positions),
         labels_N=torch.from_numpy(micro.labels),
     )
-    scores.logprobs.mean().neg().backward()
+    loss = scores.logprobs.mean().neg()
+    if setup.trains_mtp:
+        loss = loss - scores.mtp_logprobs.mean()
+    loss.backward()

@@ -27,17 +27,45 @@ def row_alignment(layout: Layout, architecture: Architecture) -> int:
 
 def check_layout(job: Job, architecture: Architecture) -> None:
     """ValueError, naming field, value and bound, for a layout that this model cannot have."""
-    layout = job.layout
-    layout.stage_layers(architecture.num_hidden_layers)
+    actor = job.actor
+    found = misfits(
+        job.layout,
+        architecture,
+        mtp_loss_weight=actor.mtp_loss_weight,
+        sample_tokens=job.max_sample_tokens,
+        max_tokens=actor.max_tokens_per_gpu,
+        fp8=actor.precision == "fp8",
+        rounds=actor.quantisation != "none",
+    )
+    if problem := next(found, None):
+        raise ValueError(problem)
+
+
+def misfits(
+    layout: Layout,
+    architecture: Architecture,
+    *,
+    mtp_loss_weight: float,
+    sample_tokens: int,
+    max_tokens: int,
+    fp8: bool,
+    rounds: bool,
+) -> Iterator[str]:
+    """Why this model cannot be trained in this layout: `fp8` by its products, `rounds` by what the
+    sampler does to weights. `sample_tokens` has the longest sample, `max_tokens` a micro-batch."""
+    try:
+        layout.stage_sizes(architecture.num_hidden_layers)
+    except ValueError as err:
+        yield str(err)
     for field, size, what, number in shared_out(layout, architecture):
         if number % size:
-            raise ValueError(f"actor.parallel.{field} {size} does not divide {what} {number}")
-    _check_mtp(job, architecture)
-    _check_rows(job, architecture)
-    if job.actor.precision == "fp8":
-        _check_blocks(layout, architecture, "actor.precision must be dtype")
-    elif job.actor.quantisation != "none" and architecture.weight_format in ("fp8", "fp4"):
-        _check_blocks(layout, architecture, "actor.quantisation must be none")
+            yield f"actor.parallel.{field} {size} does not divide {what} {number}"
+    yield from _mtp_misfits(mtp_loss_weight, layout, architecture)
+    yield from _row_misfits(sample_tokens, max_tokens, layout, architecture)
+    if fp8:
+        yield from _cut_blocks(layout, architecture, "actor.precision must be dtype")
+    elif rounds and architecture.weight_format in ("fp8", "fp4"):
+        yield from _cut_blocks(layout, architecture, "actor.quantisation must be none")
 
 
 def shared_out(layout: Layout, arch: Architecture) -> Iterator[tuple[str, int, str, int]]:
@@ -50,34 +78,40 @@ def shared_out(layout: Layout, arch: Architecture) -> Iterator[tuple[str, int, s
     yield "expert_tensor", layout.expert_tensor, "moe_intermediate_size", arch.moe_intermediate_size
 
 
-def _check_mtp(job: Job, arch: Architecture) -> None:
-    weight, layout = job.actor.mtp_loss_weight, job.layout
+def _mtp_misfits(weight: float, layout: Layout, arch: Architecture) -> Iterator[str]:
     if weight and not arch.num_nextn_predict_layers:
-        raise ValueError(
+        yield (
             f"actor.mtp_loss_weight {weight:g}: the model has no MTP block "
             f"(num_nextn_predict_layers is 0)"
         )
     if weight and layout.context > 1:
-        raise ValueError(
+        yield (
             f"actor.mtp_loss_weight {weight:g} needs actor.parallel.context 1, not "
             f"{layout.context}: an MTP block reads the next rank's first tokens"
         )
 
 
-def _check_rows(job: Job, arch: Architecture) -> None:
+def _row_misfits(
+    sample_tokens: int, max_tokens: int, layout: Layout, arch: Architecture
+) -> Iterator[str]:
     """The longest sample must fit the budget with its padding."""
-    layout, alignment = job.layout, row_alignment(job.layout, arch)
-    padded = -(-job.max_sample_tokens // alignment) * alignment
-    budget = job.actor.max_tokens_per_gpu * layout.context
-    if alignment > ROW_ALIGNMENT and padded > budget:
-        raise ValueError(
-            f"a sample of {job.max_sample_tokens} tokens is padded to {padded} (a multiple of "
+    alignment = row_alignment(layout, arch)
+    padded = -(-sample_tokens // alignment) * alignment
+    budget = max_tokens * layout.context
+    if sample_tokens > budget:
+        yield (
+            f"a sample of {sample_tokens} tokens exceeds the budget of {max_tokens} tokens on each "
+            f"of {layout.context} context ranks"
+        )
+    elif alignment > ROW_ALIGNMENT and padded > budget:
+        yield (
+            f"a sample of {sample_tokens} tokens is padded to {padded} (a multiple of "
             f"{alignment}: whole compressor blocks on each of {layout.context} context-parallel "
             f"ranks), above actor.max_tokens_per_gpu x context = {budget}"
         )
 
 
-def _check_blocks(layout: Layout, arch: Architecture, remedy: str) -> None:
+def _cut_blocks(layout: Layout, arch: Architecture, remedy: str) -> Iterator[str]:
     """Ranks that round weights must hold whole blocks, which share one scale."""
     widths = (
         ("tensor", layout.tensor, "query", arch.num_attention_heads * arch.head_dim),
@@ -87,7 +121,7 @@ def _check_blocks(layout: Layout, arch: Architecture, remedy: str) -> None:
     )
     for field, size, what, width in widths:
         if size > 1 and (width // size) % QUANT_BLOCK:
-            raise ValueError(
+            yield (
                 f"actor.parallel.{field} {size} cuts the {what} width {width} inside blocks of "
                 f"{QUANT_BLOCK} that share a scale, so {remedy}"
             )

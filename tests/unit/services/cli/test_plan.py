@@ -29,15 +29,22 @@ def test_the_known_model_is_flash() -> None:
 def test_the_published_run_fits_and_says_what_its_hosts_need() -> None:
     code, text = call(*PUBLISHED, "--recompute", "full", "--offload", "1")
     assert code == 0
-    assert "fits: 131.4 GB to spare on the fullest GPU (stage 0)" in text
+    assert "fits: 131.9 GB to spare on the fullest GPU (stage 0)" in text
     assert "each GPU's experts takes 212.6 GB of its host" in text
     assert "TP1/PP4/EP4/DP4/LAST10 *" in text
+
+
+def test_saves_in_the_background_are_asked_for() -> None:
+    code, text = call(*PUBLISHED, "--recompute", "full", "--offload", "1", "--background-saves")
+    assert code == 1
+    assert "the host of node 0 needs 4,382.2 GB" in text
+    assert "smallest change that fits: checkpoint.background = false" in text
 
 
 def test_what_does_not_fit_comes_with_the_smallest_change() -> None:
     code, text = call(*PUBLISHED, "--offload", "1")
     assert code == 1
-    assert "does not fit: each GPU of stage 0 needs 300.5 GB" in text
+    assert "does not fit: each GPU of stage 0 needs 300.0 GB" in text
     assert "smallest change that fits: actor.recompute.mode = selective" in text
 
 

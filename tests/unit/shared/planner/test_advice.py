@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from shared.parallel import Layout
 from shared.planner.advice import best_layout, fitting_layouts, layouts, smallest_change
 from shared.planner.plan import plan_setup
@@ -33,10 +35,18 @@ def test_a_full_host_gets_less_of_the_state() -> None:
     assert changes(small) == {"actor.optimizer.offload.fraction": "0.75"}
 
 
-def test_nodes_come_last() -> None:
-    tiny = Machine(gpu_bytes=80 * GB, host_bytes=2000 * GB, gpus_per_node=8)
-    found = changes(tiny, layout=Layout(world=16, pipeline=4, expert=4, last_stage_layers=10))
-    assert found["GPUs"] == "64"
+def test_copies_for_checkpoints_go_before_the_layout() -> None:
+    assert changes(background_saves=True) == {"checkpoint.background": "false"}
+
+
+@pytest.mark.parametrize(("gigabytes", "gpus"), [(80, 32), (110, 24)])
+def test_nodes_come_last_and_one_by_one(gigabytes: int, gpus: int) -> None:
+    small = Machine(gpu_bytes=gigabytes * GB, host_bytes=2000 * GB, gpus_per_node=8)
+    found = changes(small)
+    assert found.keys() == {"GPUs", "actor.parallel"}  # recompute and offload are as they were
+    assert found["GPUs"] == str(gpus)
+    fewer = replace(PUBLISHED, layout=Layout(world=gpus - 8))
+    assert best_layout(FLASH, fewer, small) is None
 
 
 def test_the_published_layout_is_among_the_best_of_its_gpus() -> None:

@@ -45,16 +45,40 @@ def test_it_does_not_without_either(changes: dict, short_by: float) -> None:
 def test_hosts_that_are_too_small_are_named() -> None:
     found = plan_setup(FLASH, PUBLISHED, replace(MI355X, host_bytes=2300 * GB))
     assert found.problems == (
-        "the host of node 0 needs 2,325.0 GB for offloaded optimiser state, 25.0 GB more than it "
-        "has",
+        "the host of node 0 needs 2,325.0 GB for what is offloaded, kept and saved there, 25.0 GB "
+        "more than it has",
     )
+
+
+def test_hosts_hold_copies_of_what_is_saved_in_the_background_and_the_reference() -> None:
+    bare, saving, keeping = (
+        published(**more).stages[0]
+        for more in ({}, {"background_saves": True}, {"keeps_reference": True})
+    )
+    states = bare.host.experts + bare.host.dense
+    assert saving.host.total - bare.host.total == saving.host.checkpoint
+    assert saving.host.checkpoint == pytest.approx(states + bare.memory.weights, rel=1e-3)
+    assert keeping.host.total - bare.host.total == 2 * bare.memory.weights
+    assert not published(background_saves=True).fits
+
+
+def test_trained_mtp_blocks_count_on_the_last_stage_only() -> None:
+    """An expert of Flash's MTP block: 3 matrices of 4,096 x 2,048; 64 of them on each GPU."""
+    frozen, trained = published().stages, published(mtp_loss_weight=0.1).stages
+    assert trained[:3] == frozen[:3]
+    experts = 64 * 3 * 4096 * 2048
+    more = trained[3].memory.gradients - frozen[3].memory.gradients
+    assert more == pytest.approx(4 * experts, rel=0.15)  # and the block's dense part
+    assert trained[3].host.experts - frozen[3].host.experts == 12 * experts
+    copy = FLASH.vocab_size * FLASH.hidden_size * 2
+    assert trained[3].memory.weights - frozen[3].memory.weights == copy
 
 
 @pytest.mark.parametrize(
     ("sizes", "problem"),
     [
         ({"pipeline": 4}, "43 layers do not make 4 pipeline stages"),
-        ({"tensor": 16}, "tensor 16 does not divide o_groups 8"),
+        ({"tensor": 16}, "actor.parallel.tensor 16 does not divide o_groups 8"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_before_anything_is_counted(
@@ -86,9 +110,9 @@ def test_traffic_counts_what_a_rank_sends() -> None:
     streams = sent["streams", 0]
     assert (streams.num_bytes, streams.calls) == (micro_batches * tokens * 4 * width * 4, 4)
     experts = sent["tokens to experts", 0]
-    # Two layers, there and back, forward and backward; half of the rows leave the rank.
-    assert experts.calls == 2 * 2 * 2 * micro_batches
-    assert experts.num_bytes == experts.calls * tokens * 2 * width * 4 // 2
+    # Two layers; rows, their weights and results, forward and backward; half leave the rank.
+    assert experts.calls == 2 * 3 * 2 * micro_batches
+    assert experts.num_bytes == 2 * 2 * micro_batches * tokens * 2 * (2 * width + 1) * 4 // 2
     assert ("gradients, experts", 0) not in sent  # no two ranks have the same ones
     dense = found.stages[0].parameters
     assert sent["gradients, dense", 0].num_bytes == (dense.dense + dense.dense_exact) // 2 * 4
