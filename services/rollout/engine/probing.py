@@ -18,8 +18,10 @@ import numpy as np
 from shared.errors import WeightsCorrupt
 from shared.weights.protocol import Probe, ProbeSequence
 
-NOISE_FACTOR = 8.0  # times the anchor's own departure from the trainer
+NOISE_FACTOR = 8.0  # times the anchor's own median departure from the trainer
+OUTLIERS = 0.9  # of the anchor's departures: rounding that flips a code moves what follows it
 LEAST_NOISE = 2e-5  # two honest implementations in FP32
+LEAST_SHARE = 0.01  # of what the trainer's scores have moved: rounding moves with the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def prove(
         bound = probe.max_mean_abs_delta
         raise WeightsCorrupt(f"probe: mean |delta log p| {delta:.4g} exceeds {bound:g}")
     if anchor is not None and anchor.is_of(probe):
-        _check_followed(departures, anchor)
+        _check_followed(probe, departures, anchor)
     return Proven(policy_version, probe, list(scores), delta)
 
 
@@ -66,14 +68,20 @@ def next_anchor(anchor: Proven | None, proven: Proven | None) -> Proven | None:
     return anchor if anchor is not None and anchor.is_of(proven.probe) else proven
 
 
-def _check_followed(departures: list[np.ndarray], anchor: Proven) -> None:
+def _check_followed(probe: Probe, departures: list[np.ndarray], anchor: Proven) -> None:
     """WeightsCorrupt when the engine moved otherwise than the trainer, in every sequence.
 
     By the median token: an expert that is chosen otherwise at a near tie moves a few tokens far,
     and in one sequence; state that stays behind moves all of all.
     """
     noise = _departures(anchor.probe, anchor.scores)
-    allowed = max(LEAST_NOISE, NOISE_FACTOR * max(map(_median_abs, noise)))
+    followed = _departures(anchor.probe, [np.array(one.logprobs) for one in probe.sequences])
+    allowed = max(
+        LEAST_NOISE,
+        NOISE_FACTOR * max(map(_median_abs, noise)),
+        float(np.quantile(np.abs(np.concatenate(noise)), OUTLIERS)),
+        LEAST_SHARE * max(map(_median_abs, followed)),
+    )
     moved = [new - old for new, old in zip(departures, noise, strict=True)]
     least = min(map(_median_abs, moved))
     if least > allowed:
