@@ -6,6 +6,7 @@ Started like the learner, it answers the same operations; a checkpoint is the su
 import json
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,17 @@ NUM_EXCHANGES = 50
 COMPUTE_S = 0.01  # between two exchanges, so that a step lasts long enough to be disturbed
 
 
-def main() -> None:
+def exchange(step: int, group: Any) -> int:
+    """The sum of what arrived."""
+    sent = torch.full((dist.get_world_size(),), step)
+    arrived = torch.empty_like(sent)
+    for _ in range(NUM_EXCHANGES):
+        dist.all_to_all_single(arrived, sent, group=group)
+        time.sleep(COMPUTE_S)
+    return int(arrived.sum())
+
+
+def main(work: Callable[[int, Any], int] = exchange) -> None:
     die_with_parent()
     rank = int(os.environ["RANK"])
     beacon = Beacon(Path(os.environ[WATCHDOG_VARIABLE]), rank)
@@ -40,7 +51,7 @@ def main() -> None:
         beacon.begin(op)
         if op == "stop":
             break
-        _take(op, payload, state, beacon, experts, rank=rank)
+        _take(op, payload, state, beacon, experts, work, rank=rank)
         beacon.begin("")
         if channel and request:
             channel.reply(request.id, {"step": state["step"], "sum": state["sum"]})
@@ -54,18 +65,14 @@ def _take(
     state: dict[str, int],
     beacon: Beacon,
     group: Any,
+    work: Callable[[int, Any], int],
     *,
     rank: int,
 ) -> None:
     if op == "train_step":
         step = TrainingBatch.unpack(payload["batch"]).step
         beacon.note("forward_backward", step)
-        sent = torch.full((dist.get_world_size(),), step)
-        arrived = torch.empty_like(sent)
-        for _ in range(NUM_EXCHANGES):
-            dist.all_to_all_single(arrived, sent, group=group)
-            time.sleep(COMPUTE_S)
-        state.update(step=step, sum=state["sum"] + int(arrived.sum()))
+        state.update(step=step, sum=state["sum"] + work(step, group))
     elif op == "save" and rank == 0:
         path = Path(payload["path"])
         path.mkdir(parents=True)

@@ -17,10 +17,11 @@ from shared.messages import TrainingBatch, TrainingSample
 
 NUM_RANKS = 4
 PROGRAM = ("-m", "tests.integration.rank_program")
+STAGES = ("-m", "tests.integration.stage_program")
 
 
 def make_job(*, stall_s: float, **sections: Any) -> Job:
-    """Four ranks, between which the experts are spread."""
+    """Four ranks, between which the experts are spread, or layers as `parallel` says."""
     return Job.model_validate(
         {
             "name": "test",
@@ -30,7 +31,7 @@ def make_job(*, stall_s: float, **sections: Any) -> Job:
             "sampling": {"context_length": 64, "max_response_tokens": 24},
             "cluster": {"gpus_per_node": NUM_RANKS, **sections.get("cluster", {})},
             "actor": {
-                "parallel": {"expert": NUM_RANKS},
+                "parallel": sections.get("parallel", {"expert": NUM_RANKS}),
                 "env": {"NCCL_DEBUG": "WARN", **sections.get("env", {})},
                 "watchdog": {"stall_s": stall_s, "collective_timeout_s": 120.0},
             },
@@ -62,12 +63,12 @@ def batch(step: int) -> TrainingBatch:
 class Run:
     """A keeper of a job, with the books that it restores from."""
 
-    def __init__(self, run_dir: Path, job: Job) -> None:
+    def __init__(self, run_dir: Path, job: Job, program: tuple[str, ...] = PROGRAM) -> None:
         run_dir.mkdir(exist_ok=True)
         self.run_dir = run_dir
         self.books = Books(run_dir / BOOKS_FILE)
         self.record = EventLog(run_dir, self.books)
-        self.board = LaunchBoard(list(PROGRAM))
+        self.board = LaunchBoard(list(program))
         self.keeper = RankKeeper(
             lambda: Ranks.start(
                 job_id="test-0000",

@@ -12,10 +12,11 @@ import pytest
 import pytest_asyncio
 
 from services.trainer.launch import RECORD_FILE
-from tests.integration.ranks_world import NUM_RANKS, Run, make_job
+from tests.integration.ranks_world import NUM_RANKS, STAGES, Run, make_job
 
 pytestmark = pytest.mark.timeout(180)
 STALL_S = 4.0
+NUM_STAGES = 3
 
 
 @pytest_asyncio.fixture
@@ -57,6 +58,31 @@ async def test_a_stopped_rank_is_named_and_the_job_goes_on(run: Run) -> None:
     (report,) = (run.run_dir / "watchdog").glob("stall-*.json")
     stacks = json.loads(report.read_text())["stacks"]
     assert "all_to_all_single" in stacks["rank0"]
+
+
+async def test_a_stopped_stage_of_a_pipeline_is_named(tmp_path: Path) -> None:
+    """Its neighbours wait in transfers, which no collective shows."""
+    job = make_job(
+        stall_s=STALL_S, parallel={"pipeline": NUM_STAGES}, cluster={"gpus_per_node": NUM_STAGES}
+    )
+    run = Run(tmp_path / "run", job, STAGES)
+    try:
+        await run.keeper.restore()
+        stepping = asyncio.create_task(run.step(1))
+        async with asyncio.timeout(60):
+            while run.beacon(1)["step"] != 1:  # noqa: ASYNC110 # another process writes it
+                await asyncio.sleep(0.01)
+        os.kill(run.pid(1), signal.SIGSTOP)
+        result = await stepping
+        assert (result["step"], result["sum"]) == (1, 6)
+        (stalled,) = [
+            body["fields"] for _, body in run.books.journal(0) if body["name"] == "ranks_stalled"
+        ]
+        assert stalled["waiting"]["collective"] == "pipeline transfer"
+        assert stalled["waiting"]["missing"] == [1]
+        assert stalled["sentence"].endswith("for rank 1 (rank 1: stopped (SIGSTOP))")
+    finally:
+        await run.close()
 
 
 def _check_record(run: Run) -> None:

@@ -19,11 +19,13 @@ from megatron.core.parallel_state import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from services.trainer.engine.replay import replayed
 from services.trainer.loss.objective import TokenBatch, policy_loss
 from services.trainer.megatron import cpu
+from services.trainer.megatron.stages import stage_transfers
 from services.trainer.models.deepseek_v4.head import TokenScores
 from services.trainer.packing import MicroBatch
 from shared.job_algorithm import AlgorithmSection
@@ -150,6 +152,7 @@ def _run(inputs: _Pass, judge: _Judge, *, forward_only: bool) -> tuple[float, To
         seq_length=1,  # stages tell each other shapes instead
         micro_batch_size=1,
         forward_only=forward_only,
+        **stage_transfers(get_model_config(inputs.model)),
     )
     return _everywhere(sum(losses), record)
 

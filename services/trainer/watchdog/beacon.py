@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from services.trainer.watchdog import waits
+
 REQUEST_FILE = "dump.request"
 POLL_S = 0.25
 
@@ -73,11 +75,14 @@ def _request(folder: Path) -> str:
 
 def _trace() -> dict[str, Any]:
     """Collectives of this process that have not ended, by the flight recorder; the number of the
-    last one that it entered in each group; and who is in each of its groups."""
+    last one that it entered in each group; who is in each of its groups; and whom it waits for
+    outside of them."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
+    call, needed = waits.now()
     found: dict[str, Any] = {"entries": [], "last": {}, "groups": {}}
+    found["waits"] = {"call": call, "ranks": needed}
     if not dist.is_initialized():
         return found
     world = dist.distributed_c10d._world

@@ -65,7 +65,7 @@ def test_a_rank_that_was_there_and_went_on_is_not_missing() -> None:
 def test_ranks_that_compute_or_are_gone_are_told_apart() -> None:
     found = diagnose({0: beacon(0)}, {0: trace()}, {1: "dead"}, quiet_s=60)
     assert found.waiting is None
-    assert "no collective is under way; rank 1: dead" in found.sentence()
+    assert "no rank is known to wait for another; rank 1: dead" in found.sentence()
     assert found.document()["states"] == {"1": "dead"}
 
 
@@ -77,3 +77,45 @@ def test_a_collective_with_everybody_in_it_is_the_transports() -> None:
     inside = trace(entry("pair", 3, "gloo:all_to_all"), pair=3)
     found = diagnose({2: beacon(2), 3: beacon(3)}, {2: inside, 3: inside}, {}, quiet_s=60)
     assert "the transport between them stands still" in found.sentence()
+
+
+def test_ranks_that_all_answer_and_wait_for_nobody_are_said_to_have_answered() -> None:
+    found = diagnose({0: beacon(0)}, {0: trace(), 1: trace()}, {}, quiet_s=60)
+    assert "2 ranks answered" in found.sentence()
+
+
+def test_the_stage_that_others_wait_for_is_named() -> None:
+    """Of four stages the second is stopped: its neighbours need it, the last needs the third."""
+
+    def needs(*ranks: int) -> dict[str, Any]:
+        return trace(world=3) | {"waits": {"call": "pipeline transfer", "ranks": ranks}}
+
+    found = diagnose(
+        {rank: beacon(rank) for rank in range(4)},
+        {0: needs(1), 2: needs(1), 3: needs(2)},
+        {1: "stopped (SIGSTOP)"},
+        quiet_s=60,
+    )
+    assert found.sentence().endswith(
+        "in a pipeline transfer, ranks 0, 2 wait for rank 1 (rank 1: stopped (SIGSTOP))"
+    )
+
+
+def test_transfers_of_nccls_recorder_are_between_two_ranks() -> None:
+    """Its names have ranks of the group; its numbers are no collectives'."""
+
+    def transfer(name: str) -> dict[str, Any]:
+        return entry("pair", 0, name) | {"is_p2p": True, "p2p_seq_id": 7}
+
+    found = diagnose(
+        {2: beacon(2)},
+        {2: trace(transfer("nccl:recv 0<-1"), pair=9)},
+        {3: "stopped (SIGSTOP)"},
+        quiet_s=60,
+    )
+    assert found.waiting is not None
+    assert (found.waiting.arrived, found.waiting.missing) == ((2,), (3,))
+    both = {rank: trace(transfer(f"nccl:send {rank - 2}->{3 - rank}"), pair=9) for rank in (2, 3)}
+    still = diagnose({}, both, {}, quiet_s=60)
+    assert still.waiting is not None
+    assert still.waiting.sequence is None
