@@ -37,19 +37,21 @@ log = structlog.get_logger()
 
 
 def main() -> None:
-    """`--channel` (or TANDEM_CHANNEL) is where the conductor listens; the rest is torchrun's."""
+    """`--channel` (or TANDEM_CHANNEL) is where the conductor listens; the rest is torchrun's.
+
+    Only rank 0 needs it, which is on the conductor's node: other nodes know of no channel.
+    """
     die_with_parent()
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before anything imports torch
     parser = argparse.ArgumentParser(prog="services.trainer.learner")
     parser.add_argument("--channel", default=os.environ.get(ADDRESS_VARIABLE))
     address = parser.parse_args().channel
-    if address is None:
-        parser.error(f"give --channel or set {ADDRESS_VARIABLE}")
     rank = int(os.environ.get("RANK", "0"))
+    if rank == 0 and address is None:
+        parser.error(f"give --channel or set {ADDRESS_VARIABLE}")
     configure_logging("trainer", replica=f"rank{rank}", rank=rank)
     _quieten_megatron()
-    channel = SyncChannel.connect(address) if rank == 0 else None
-    run(channel)
+    run(SyncChannel.connect(address) if rank == 0 else None)
 
 
 def _quieten_megatron() -> None:
