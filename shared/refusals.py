@@ -1,8 +1,10 @@
-"""What an error's answer says, in sentences: JSON is for machines, and no error repeats it."""
+"""What was wrong, in sentences: people are told no JSON, error number or class name."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
+
+from pydantic import ValidationError
 
 MAX_EXCERPT_CHARS = 500
 
@@ -32,3 +34,15 @@ def _sentence(entry: Any) -> str:
     if isinstance(allowed, list):
         allowed = ", ".join(map(str, allowed))
     return f"{text} (allowed: {allowed})" if allowed else text
+
+
+def fault(err: OSError | ValueError) -> str:
+    """What was wrong, for people: without error numbers, and each thing said once."""
+    if isinstance(err, OSError):
+        where = f"{err.filename}: " if err.filename is not None else ""
+        return f"{where}{err.strerror or err}"
+    if isinstance(err, ValidationError):
+        first = err.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        return (f"{key}: " if key else "") + first["msg"].removeprefix("Value error, ")
+    return str(err)

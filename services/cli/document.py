@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from shared.errors import ConfigInvalid
 from shared.job import load_job_file
 
@@ -19,7 +17,7 @@ def read_job(path: Path, changes: Sequence[str]) -> dict[str, Any]:
     try:
         document = dict(load_job_file(path))
     except OSError as err:
-        raise ConfigInvalid(f"Cannot read the job {path}: {fault(err)}.") from err
+        raise ConfigInvalid(f"Cannot read the job {path}: {err.strerror}.") from err
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
         raise ConfigInvalid(f"{path} is not valid TOML: {err}.") from err
     change_document(document, changes)
@@ -30,18 +28,6 @@ def in_project(path: Path) -> Path:
     """What is not found from here may be a file of the project, from wherever it is called."""
     at_root = PROJECT_ROOT / path
     return at_root if not path.exists() and at_root.exists() else path
-
-
-def fault(err: OSError | ValueError) -> str:
-    """What was wrong, for people: without error numbers, and each thing said once."""
-    if isinstance(err, OSError):
-        where = f"{err.filename}: " if err.filename is not None else ""
-        return f"{where}{err.strerror or err}"
-    if isinstance(err, ValidationError):
-        first = err.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        return (f"{key}: " if key else "") + first["msg"].removeprefix("Value error, ")
-    return str(err)
 
 
 def change_document(document: dict[str, Any], changes: Sequence[str]) -> None:

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.child import ask_child
-from services.cli.document import fault
 from services.cli.run import run
 from services.trainer.recorded import RecordedSample, find_sample, version_folders
 from shared.errors import ConfigInvalid
 from shared.job import Job, expand_path
 from shared.parity.rescore_request import RescoreRequest, RescoreResult
+from shared.refusals import fault
 from shared.tokenizer import CheckpointTokenizer
 
 JOB_FILE = "job.json"

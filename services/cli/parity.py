@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 
 from services.cli.child import ask_child
-from services.cli.document import fault
 from services.cli.run import run
 from services.evaluator.parity.report import ParityReport, ParityStatus, Run, make_report
 from services.evaluator.parity.terminal import print_report
@@ -25,7 +24,7 @@ from shared.http import HttpClient
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.parity.offline_request import OfflineRequest, OfflineResult, Side
 from shared.parity.scores import Bounds, ScoredSequence
-from shared.refusals import sentences
+from shared.refusals import fault, sentences
 from shared.tokenizer import CheckpointTokenizer
 
 LOCAL_EVALUATOR = "http://127.0.0.1:8740"

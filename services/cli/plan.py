@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from services.cli.document import fault, in_project, read_job
+from services.cli.document import in_project, read_job
 from services.cli.plan_tables import show_plan
 from services.cli.run import run
 from shared.errors import ConfigInvalid
@@ -19,6 +19,7 @@ from shared.parallel import Layout
 from shared.planner.advice import best_layout, fitting_layouts, smallest_change
 from shared.planner.plan import Plan, plan_setup
 from shared.planner.setup import GB, Machine, Setup
+from shared.refusals import fault
 
 MODELS_DIR = Path(__file__).parents[2] / "configs" / "models"
 MAX_ALTERNATIVES = 8

@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli.document import change_document, fault
+from services.cli.document import change_document
 from services.cli.run import run
 from services.cli.watch import follow_job
 from services.client import TandemClient
 from services.trainer.recording import RECORDING_FILE
 from shared.errors import ConfigInvalid
 from shared.job_algorithm import beyond_its_name
+from shared.refusals import fault
 
 JOB_FILE = "job.json"
 

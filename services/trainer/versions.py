@@ -186,6 +186,7 @@ class VersionStore:
     def take_back(self, versions: Iterable[int]) -> None:
         with self._lock:
             self._lent -= Counter(set(versions))
+            self._tidied = None
 
     def can_be_had(self, version: int) -> bool:
         """Whether nothing that the version is made of is missing."""

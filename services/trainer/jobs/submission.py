@@ -27,6 +27,7 @@ from shared.job import Job, expand_path
 from shared.job_data import DataSection
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.layout import check_layout
+from shared.refusals import fault
 from shared.tokenizer import TOKENIZER_FILE
 
 MAX_VALUE_CHARS = 200
@@ -201,7 +202,7 @@ class _Places:
             json.loads((checkpoint / CONFIG_FILE).read_text())
             Tokenizer.from_file(str(checkpoint / TOKENIZER_FILE))
         except (ValueError, OSError) as err:
-            self.refuse(key, given, f"{checkpoint} is no checkpoint: {err}")
+            self.refuse(key, given, f"{checkpoint} is no checkpoint: {fault(err)}")
         except Exception as err:
             if type(err) is not Exception:  # the tokenizers library raises plain Exception
                 raise

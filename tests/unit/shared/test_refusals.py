@@ -1,11 +1,13 @@
 """Error answers in words, whoever made them."""
 
 import json
+from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, Field, ValidationError
 
 from shared.errors import HttpFailed
-from shared.refusals import sentences
+from shared.refusals import fault, sentences
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,17 @@ def test_a_body_that_is_no_refusal_is_told_as_it_is(body: str) -> None:
 def test_a_failed_request_repeats_no_json() -> None:
     err = HttpFailed("POST", "http://x/v1/attribution", 409, '{"detail":"no job is active"}')
     assert str(err) == "POST http://x/v1/attribution: 409: no job is active"
+
+
+class Length(BaseModel):
+    tokens: int = Field(gt=0)
+
+
+def test_a_fault_is_told_without_numbers_and_class_names(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file") as missing:
+        (tmp_path / "none").read_text()
+    assert fault(missing.value) == f"{tmp_path / 'none'}: No such file or directory"
+    with pytest.raises(ValidationError) as wrong:
+        Length(tokens=0)
+    assert fault(wrong.value) == "tokens: Input should be greater than 0"
+    assert fault(ValueError("no list")) == "no list"
