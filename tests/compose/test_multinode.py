@@ -20,9 +20,11 @@ from tests.compose.project import ROOT, Project
 HEAD, ROLLOUT_NODE = "127.0.0.2", "127.0.0.3"
 STEPS = 3
 CHANGES = (
-    f"steps={STEPS}", f"eval.every_steps={STEPS}", "eval.max_problems=16", "preflight.walk=false",
+    f"steps={STEPS}", f"eval.every_steps={STEPS}", "preflight.walk=false",
     "cluster.nodes=3", "cluster.actor_nodes=2", "cluster.rollout_nodes=1",
-    f"cluster.rendezvous.host={HEAD}", "actor.env.GLOO_SOCKET_IFNAME=$SITE_SOCKET_IFNAME",
+    f"cluster.rendezvous.host={HEAD}",
+    *(f"actor.env.{name}_SOCKET_IFNAME=$SITE_SOCKET_IFNAME" for name in ("GLOO", "NCCL", "TP")),
+    "actor.env.NCCL_IB_HCA=$SITE_IB_HCA",
 )  # fmt: skip
 PATIENCE_S = 240.0
 

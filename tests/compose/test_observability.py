@@ -37,7 +37,7 @@ async def watched(images: list[str], project: Project) -> AsyncIterator[Project]
     image = f"{IMAGES}-prometheus"
     pipe = ["sh", "-c", 'printf %s "$MADE" | docker build --quiet -t "$IMAGE" -']
     await run(pipe, env={"MADE": STAND_IN.format(base=base), "IMAGE": image}, timeout_s=600)
-    named = {"PROMETHEUS_IMAGE": image}
+    named = {"PROMETHEUS_IMAGE": image, "COMPOSE_PROFILES": "cpu,observability"}
     try:
         await project.compose(
             "up", "-d", "--wait", "--scale", "rollout=2", *SERVICES, variables=named
