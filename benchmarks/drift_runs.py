@@ -3,10 +3,12 @@
 `python -m benchmarks.drift_runs [--steps 60] [--only CASE ...] [--runs FOLDER] [--figure FILE]`.
 Every case is one run of the demo job with a few keys changed; a case that has a run in FOLDER is
 not run again. Then mean |Δ log p| of every step is drawn beside the bound that the case must hold,
-and a table says what it came to. docs/numerics.md explains the cases.
+and a table says what it came to; the curves are written beside the figure, as JSON. `demo`,
+`demo-replay` and `fp32` are what docs/numerics.md promises bounds for.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,11 +25,11 @@ from services.trainer.report.curves import Curves, step_curves
 from services.trainer.report.events import EVENTS_FILE, read_events
 from shared.statistics import linear_fit
 
-REPLAY = ("actor.replay.routing=true", "actor.replay.indexer=true")
+ROUTING = ("actor.replay.routing=true",)
+REPLAY = (*ROUTING, "actor.replay.indexer=true")
 UNROUNDED = ("actor.quantisation=none",)
 FP32 = (*UNROUNDED, "rollout.weights=float32", "rollout.quantise_activations=false")
 STRICT = ("algorithm.max_lag=0",)
-LITTLE_EVAL = ("eval.every_steps=1000", "eval.samples_per_problem=1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,17 @@ class Case:
 
 
 CASES = {
-    "full": Case("actor rounds alike", (), 0.04),
-    "full-replay": Case("actor rounds alike, replaying", REPLAY, 0.02),
-    "full-strict": Case("actor rounds alike, lag 0", STRICT, 0.04),
-    "full-strict-replay": Case("actor rounds alike, replaying, lag 0", (*STRICT, *REPLAY), 0.02),
+    "demo": Case("the demo: full FP8 sampler, actor rounds alike", (), 0.04),
+    "demo-replay": Case("the demo, experts replayed", ROUTING, 0.02),
+    "demo-replay-both": Case("the demo, experts and entries replayed", REPLAY, 0.02),
+    "strict": Case("the demo, lag 0", STRICT, 0.04),
+    "strict-replay": Case(
+        "the demo, experts and entries replayed, lag 0", (*STRICT, *REPLAY), 0.02
+    ),
     "none": Case("actor rounds nothing", UNROUNDED, None),
     "none-replay": Case("actor rounds nothing, replaying", (*UNROUNDED, *REPLAY), None),
-    "fp32-strict": Case("FP32 sampler and actor, lag 0", (*FP32, *STRICT), 1e-4),
-    "fp32": Case("FP32 sampler and actor, lag 1", FP32, None),
+    "fp32": Case("FP32 sampler and FP32 actor, lag 0", (*FP32, *STRICT), 1e-4),
+    "fp32-lag": Case("FP32 sampler and FP32 actor, lag 1", FP32, None),
 }
 
 
@@ -80,7 +85,7 @@ class Found:
 
 def run_case(case: Case, folder: Path, *, steps: int) -> None:
     """Everything that a demo starts is stopped when it returns."""
-    changes = [f"--set={change}" for change in (*LITTLE_EVAL, *case.changes)]
+    changes = [f"--set={change}" for change in case.changes]
     arguments = ["demo", f"--steps={steps}", "--ports-from=0", f"--runs-dir={folder}", *changes]
     subprocess.run([sys.executable, "-m", "services.cli", *arguments], check=True)
 
@@ -89,6 +94,21 @@ def found_in(folder: Path, case: Case) -> Found | None:
     """The newest run in the folder."""
     runs = sorted(folder.glob(f"*/{EVENTS_FILE}"), key=lambda path: path.stat().st_mtime)
     return Found(case, step_curves(read_events(runs[-1]))) if runs else None
+
+
+def write_curves(found: Sequence[Found], path: Path) -> None:
+    """What is drawn, so that it can be drawn again and looked up."""
+    curves = [
+        {
+            "case": one.case.what,
+            "changes": one.case.changes,
+            "bound": one.case.bound,
+            "step": one.curves.step.tolist(),
+            "mean_abs_delta_logprob": [float(f"{mean:.4g}") for mean in one.curves.delta_mean],
+        }
+        for one in found
+    ]
+    path.write_text(json.dumps(curves, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def draw(found: Sequence[Found], path: Path) -> None:
@@ -102,7 +122,7 @@ def draw(found: Sequence[Found], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     for one in found:
         floor = np.maximum(one.curves.delta_mean, 1e-8)
-        style = "--" if set(REPLAY) <= set(one.case.changes) else "-"
+        style = "--" if set(ROUTING) <= set(one.case.changes) else "-"
         axes.semilogy(one.curves.step, floor, style, linewidth=1.5, label=one.case.what)
     for bound in sorted({one.case.bound for one in found if one.case.bound is not None}):
         axes.axhline(bound, color="#64748b", linewidth=1, linestyle=":")
@@ -143,6 +163,7 @@ def main() -> None:
     Console(width=160).print(table)
     if given.figure is not None:
         draw(found, given.figure)
+        write_curves(found, given.figure.with_suffix(".json"))
 
 
 if __name__ == "__main__":

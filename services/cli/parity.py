@@ -190,6 +190,7 @@ def _offline_request(ours: str, theirs: str, values: dict[str, Any]) -> OfflineR
         sides = {"ours": Side.parse(ours), "theirs": Side.parse(theirs)}
         if values["prompts"] is None and values["sequences"] is None:
             values = values | {"sequences": _random_tokens(sides["ours"].path, values["seed"])}
+        Architecture.load(sides["theirs"].path)  # what is missing is said before weights are read
         return OfflineRequest.model_validate(values | sides)
     except (ValueError, OSError) as err:
         raise ConfigInvalid(fault(err)) from err
@@ -207,8 +208,10 @@ def _random_tokens(release: Path, seed: int) -> list[list[int]]:
 def _read_tokens(path: Path) -> list[list[int]]:
     try:
         sequences = json.loads(path.read_text())
-    except (OSError, ValueError) as err:
-        raise ConfigInvalid(f"{path}: {fault(err)}") from err
+    except OSError as err:
+        raise ConfigInvalid(fault(err)) from err
+    except ValueError as err:
+        raise ConfigInvalid(f"{path}: expected JSON, found none: {err}") from err
     if not isinstance(sequences, list) or not all(_is_tokens(tokens) for tokens in sequences):
         raise ConfigInvalid(f"{path}: expected a JSON list of lists of token ids")
     return sequences

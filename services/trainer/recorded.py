@@ -45,7 +45,8 @@ class RecordedSample:
 
 def find_sample(run_dir: Path, rollout_id: str) -> RecordedSample:
     """Raises `NotRecorded` saying what the run still has."""
-    if (run_dir / RECORDING_FILE).is_file() and (found := _in_recording(run_dir, rollout_id)):
+    recorded = (run_dir / RECORDING_FILE).is_file()
+    if recorded and (found := _in_recording(run_dir, rollout_id)):
         return found
     path = run_dir / BOOKS_FILE
     if not path.is_file():
@@ -69,7 +70,8 @@ def find_sample(run_dir: Path, rollout_id: str) -> RecordedSample:
     finally:
         books.close()
     held = f"samples of steps {steps[0]} to {steps[-1]}" if steps else "no samples"
-    raise NotRecorded(f"{rollout_id} is not recorded in {run_dir}, which holds {held}")
+    hint = "" if recorded else "; a job that is submitted with --record keeps every sample"
+    raise NotRecorded(f"{rollout_id} is not recorded in {run_dir}, which holds {held}{hint}")
 
 
 def _in_recording(run_dir: Path, rollout_id: str) -> RecordedSample | None:

@@ -263,7 +263,9 @@ def main(arguments: Sequence[str]) -> None:
     die_with_parent(int(arguments[0]) if arguments else None)
     try:
         result = run(OfflineRequest.model_validate_json(sys.stdin.read()))
-    except (ValueError, OSError) as err:
+    except OSError as err:
+        exit_with(f"{err.filename}: {err.strerror}")
+    except ValueError as err:
         exit_with(str(err))
     sys.stdout.write(result.model_dump_json())
 

@@ -146,7 +146,7 @@ def recorded_batch(runs: Path) -> TrainingBatch:
 async def test_what_is_gone_is_named(runs: Path) -> None:
     code, _, err = await explain(f"{JOB_ID}.g000099.0", runs)
     assert code == 1
-    assert "which holds samples of steps 1 to 1" in err
+    assert "which holds samples of steps 1 to 1; a job that is submitted with --record keeps" in err
     code, _, err = await explain("nowhere.g000000.0", runs)
     assert (code, "is no run" in err) == (1, True)
     manifest = runs / JOB_ID / "weights" / "v00000000" / "manifest.json"

@@ -189,25 +189,6 @@ class _Joined:
         self.states[name] = torch.cat((*before, value.clone()))
 
 
-@torch.inference_mode()
-def sampler_block_departures(
-    arch: Architecture, weights: Weights, tokens: Tensor, quant: ActivationQuant, states: States
-) -> list[Tensor]:
-    """Per layer [S]: how far each token's streams are from `states` after one block that was given
-    the streams of `states`, as a share of the largest; one row of tokens."""
-    (row,) = tokens.numpy()
-    cache = Cache(arch, num_slots=2, max_tokens=LENGTH + 20)
-    step, derived = cache.prefill_step([Run(1, 0, row)]), derive(arch, weights)
-    sampler, before, departures = Sampler(arch, quant), states["embed"], []
-    for layer, block in enumerate(derived.blocks):
-        padding = len(step.token_ids) - len(row)
-        h_NSD = functional.pad(before[0], (0, 0, 0, 0, 0, padding)).clone()
-        ours = sampler.block(layer, block, cache.layers[layer], step, h_NSD)[: len(row)]
-        before = states[f"layers.{layer}.hc_ffn.merge"]
-        departures.append((ours - before[0]).abs().flatten(1).amax(1) / before.abs().max())
-    return departures
-
-
 @dataclass(slots=True)
 class SamplerRun:
     """Rows of equal length, in slots of no order: a slot's number must not matter."""
