@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import re
 import sys
+import tempfile
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     parser.add_argument("--trainer", help="of a running stack; instead of a demo of its own")
+    parser.add_argument("--compare", nargs=2, help="two run folders; only their comparison")
     options = parser.parse_args()
     asyncio.run(_make(options))
 
@@ -32,11 +34,24 @@ async def _make(options: argparse.Namespace) -> None:
         chromium = await playwright.chromium.launch(
             executable_path=options.chromium, args=["--no-sandbox"]
         )
-        if options.trainer:
+        if options.compare:
+            await _of_two_runs(chromium, *options.compare)
+        elif options.trainer:
             await _take_all(chromium, options.trainer)
         else:
             await _of_a_demo(chromium, options.steps)
         await chromium.close()
+
+
+async def _of_two_runs(chromium: Browser, a: str, b: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/pair.html"
+        command = [sys.executable, "-m", "services.cli", "runs", "compare", a, b, "--page", path]
+        process = await asyncio.create_subprocess_exec(*command)
+        if await process.wait():
+            raise SystemExit(f"{a} and {b} cannot be compared")
+        page = await _page(chromium, f"file://{path}", "light", width=1100, height=1560)
+        await _save(page, "runs-compare")
 
 
 async def _of_a_demo(chromium: Browser, steps: int) -> None:

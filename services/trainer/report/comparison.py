@@ -135,11 +135,16 @@ def compare_runs(a: RunSide, b: RunSide) -> RunComparison:
         machines=[
             one
             for one in differences(a.environment, b.environment)
-            if not _OF_ONE_START.search(one.key)
+            if not _OF_ONE_START.search(one.key) and not _is_own_path(one, a.name, b.name)
         ],
         measures=_measures(a, b),
         passes=_passes(a.summary.evaluations, b.summary.evaluations),
     )
+
+
+def _is_own_path(one: Difference, a: str, b: str) -> bool:
+    """Whether the two differ by nothing but each run's name."""
+    return str(one.a).replace(a, "") == str(one.b).replace(b, "")
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:

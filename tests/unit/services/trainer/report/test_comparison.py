@@ -67,7 +67,7 @@ def test_machines_differ_by_what_something_follows_from(pair: tuple[Path, Path])
         found = {
             "packages": {"torch": torch, "numpy": "2.4"}, "pid": port,
             "settings": {"port": port, "runs_dir": str(folder), "drain_s": 20},
-            "variables": {"OMP_NUM_THREADS": "1", "TANDEM_WATCHDOG_DIR": str(folder)},
+            "variables": {"OMP_NUM_THREADS": "1", "TORCH_DUMP": f"{folder}/dump"},
         }  # fmt: skip
         write_environment(folder, "rank0", found)
     machines = compare_runs(*map(read_side, pair)).machines
