@@ -160,8 +160,18 @@ class TandemClient:
     async def job(self, job_id: str) -> JobStatus:
         return JobStatus.model_validate(await self._of_job("GET", job_id))
 
-    async def command(self, job_id: str, command: Command) -> JobStatus:
-        return JobStatus.model_validate(await self._of_job("POST", job_id, f"/{command}"))
+    async def command(
+        self, job_id: str, command: Command, *, changes: Mapping[str, Any] | None = None
+    ) -> JobStatus:
+        """`changes` of a resume are parts of the job's document; `JobRefused` says what cannot
+        change."""
+        try:
+            answer = await self._of_job("POST", job_id, f"/{command}", dict(changes or {}) or None)
+        except HttpFailed as err:
+            if err.status == 422:
+                raise JobRefused(sentences(err.body)) from err
+            raise
+        return JobStatus.model_validate(answer)
 
     async def weights(self, job_id: str) -> KeptVersions:
         """Of a job in progress; `NoSuchJob` says if it is not."""
@@ -261,10 +271,10 @@ class TandemClient:
                 elif name == "data":
                     message.data += value
 
-    async def _of_job(self, method: str, job_id: str, path: str = "") -> Any:
+    async def _of_job(self, method: str, job_id: str, path: str = "", body: Any = None) -> Any:
         try:
             return await self._http.request(
-                method, f"{self._url}/v1/jobs/{job_id}{path}", idempotent=True
+                method, f"{self._url}/v1/jobs/{job_id}{path}", json=body, idempotent=True
             )
         except HttpFailed as err:
             if err.status == 404:

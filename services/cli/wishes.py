@@ -3,10 +3,12 @@
 A running job answers a wish between two things that it does, so its state is the old one meanwhile.
 """
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
+from services.cli.document import change_document
 from services.cli.run import run
 from services.client import Command, JobStatus, TandemClient
 
@@ -18,6 +20,10 @@ _FOLLOWS = {
 JobId = Annotated[str, typer.Argument(help="As `submit` and `status` print it.")]
 Trainer = Annotated[
     str, typer.Option(envvar="TANDEM_TRAINER", help="Address of the trainer.", metavar="URL")
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Spread it otherwise: actor.parallel.tensor=2.", metavar="KEY=VAL"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
@@ -34,15 +40,29 @@ def pause(job_id: JobId, trainer: Trainer = LOCAL_TRAINER, as_json: Json = False
     _ask("pause", job_id, trainer, as_json=as_json)
 
 
-def resume(job_id: JobId, trainer: Trainer = LOCAL_TRAINER, as_json: Json = False) -> None:
-    """Continue a paused or failed job from where it stopped."""
-    _ask("resume", job_id, trainer, as_json=as_json)
+def resume(
+    job_id: JobId,
+    change: Changes = None,
+    trainer: Trainer = LOCAL_TRAINER,
+    as_json: Json = False,
+) -> None:
+    """Continue a paused or failed job from where it stopped, on another layout if it is asked."""
+    changes: dict[str, Any] = {}
+    change_document(changes, change or [])
+    _ask("resume", job_id, trainer, as_json=as_json, changes=changes)
 
 
-def _ask(wish: Command, job_id: str, trainer: str, *, as_json: bool) -> None:
+def _ask(
+    wish: Command,
+    job_id: str,
+    trainer: str,
+    *,
+    as_json: bool,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
     async def command() -> int:
         async with TandemClient(trainer, patience_s=10) as client:
-            found = await client.command(job_id, wish)
+            found = await client.command(job_id, wish, changes=changes)
         typer.echo(found.model_dump_json() if as_json else told(wish, found))
         return 0
 

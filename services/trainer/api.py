@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.trainer.config import PROJECT_ROOT, TrainerConfig
 from services.trainer.events import EVENTS_FILE
+from services.trainer.jobs.changes import changed
 from services.trainer.jobs.reports import REPORT_FILE
 from services.trainer.jobs.runner import JobRunner
 from services.trainer.jobs.status import job_status
@@ -26,6 +27,7 @@ from services.trainer.ranks import RanksLost
 from services.trainer.report.overview import Overviews
 from services.trainer.sse import event_stream
 from shared.answers import EscapedJSONResponse
+from shared.job import Job
 from shared.registry import Replica, live_replicas
 
 MAX_DOCUMENT_BYTES = 2**20
@@ -207,9 +209,23 @@ async def pause(state: State, job_id: str) -> JobStatus:
     return await _asked(state, job_id, "pause")
 
 
-@router.post("/jobs/{job_id}/resume", responses=CONFLICT)
-async def resume(state: State, job_id: str) -> JobStatus:
-    return await _asked(state, job_id, "resume")
+@router.post(
+    "/jobs/{job_id}/resume",
+    dependencies=[at_most(MAX_DOCUMENT_BYTES)],
+    responses=CONFLICT | {422: {"description": "what is to change cannot be, or does not fit"}},
+)
+async def resume(
+    state: State, job_id: str, changes: Annotated[dict[str, Any] | None, Body()] = None
+) -> JobStatus:
+    """Continue where the job stopped. `changes`, parts of a job's document, spread it otherwise:
+    `cluster`, `actor.parallel`, `.recompute`, `.optimizer.offload`, `.max_tokens_per_gpu`, `.env`
+    and `.watchdog`."""
+    if not changes:
+        return await _asked(state, job_id, "resume")
+    roots = allowed_roots(PROJECT_ROOT, [*state.config.data_roots, state.config.runs_dir])
+    job = check_abilities(changed(state.job(job_id).job, changes))
+    job = await asyncio.to_thread(check_files, job, roots)
+    return await _asked(state, job_id, "resume", job)
 
 
 @router.get("/jobs/{job_id}/events", responses=NOT_FOUND)
@@ -304,11 +320,11 @@ async def score(state: State, asked: ScoreRequest) -> Scores:
     return Scores(policy_version=version, logprobs=logprobs)
 
 
-async def _asked(state: _State, job_id: str, what: str) -> JobStatus:
+async def _asked(state: _State, job_id: str, what: str, job_then: Job | None = None) -> JobStatus:
     before = state.job(job_id).state
     try:
         if what == "resume":
-            job = state.store.resume(job_id)
+            job = state.store.resume(job_id, job_then)
         else:
             job = state.store.ask(job_id, "pause" if what == "pause" else "cancel")
     except WrongState as err:

@@ -327,6 +327,37 @@ async def test_running_job_is_paused_and_resumed(trainer: Trainer) -> None:
     await trainer.until_state(job_id, "running")
 
 
+async def test_a_stopped_job_goes_on_on_another_layout(trainer: Trainer) -> None:
+    """How it is spread may change, once it stands; what it learns, and what does not fit, not."""
+    job_id = await trainer.submit()
+    await trainer.until_state(job_id, "running")
+    spread = {
+        "cluster": {"actor_nodes": 1},
+        "actor": {"max_tokens_per_gpu": 4096, "optimizer": {"offload": {"fraction": 0.5}}},
+    }
+    resume = f"/v1/jobs/{job_id}/resume"
+    early = await trainer.http.post(resume, json=spread)
+    assert (early.status_code, "paused or failed" in early.text) == (409, True)
+    await trainer.http.post(f"/v1/jobs/{job_id}/pause")
+    await trainer.until_state(job_id, "paused")
+    for changes, key, told in [
+        ({"actor": {"optimizer": {"learning_rate": 1.0}}}, "actor.optimizer.learning_rate", "keep"),
+        ({"steps": 9}, "steps", "actor.parallel"),
+        ({"actor": {"parallel": {"expert": 3}}}, "", "expert 3"),
+    ]:
+        refused = await trainer.http.post(resume, json=changes)
+        assert refused.status_code == 422
+        assert key in refused.json()["detail"][0]["key"]
+        assert told in refused.text
+    answer = await trainer.http.post(resume, json=spread)
+    assert answer.status_code == 200, answer.text
+    await trainer.until_state(job_id, "running")
+    job = json.loads((trainer.root / "runs" / job_id / "job.json").read_text())
+    assert job["actor"]["max_tokens_per_gpu"] == 4096
+    assert job["actor"]["optimizer"]["offload"] == {"fraction": 0.5, "overlap": True}
+    assert job["steps"] == 2
+
+
 async def test_the_report_of_a_paused_job_says_so_when_it_is_cancelled(trainer: Trainer) -> None:
     job_id = await trainer.submit()
     await trainer.until_state(job_id, "running")

@@ -163,8 +163,9 @@ class JobStore:
                 )
         return self.get(job_id)
 
-    def resume(self, job_id: str) -> StoredJob:
-        """Queue a paused or failed job again, at its old place; it goes on where it was.
+    def resume(self, job_id: str, changed: Job | None = None) -> StoredJob:
+        """Queue a paused or failed job again, at its old place; it goes on where it was, as
+        `changed` if that is given.
 
         A job whose pause is under way goes on at once. One that is in line already stays there.
         """
@@ -172,8 +173,11 @@ class JobStore:
             now = self.get(job_id)
             if now.state in ("paused", "failed"):
                 self._db.execute(
-                    "UPDATE jobs SET state = 'queued', error = NULL WHERE job_id = ?", (job_id,)
+                    "UPDATE jobs SET state = 'queued', error = NULL, document = ? WHERE job_id = ?",
+                    ((changed or now.job).model_dump_json(), job_id),
                 )
+            elif changed is not None:
+                raise WrongState(f"{job_id} is {now.state}; only a paused or failed job can change")
             elif now.state == "running" and now.wish == "pause":
                 self._db.execute("UPDATE jobs SET wish = NULL WHERE job_id = ?", (job_id,))
             elif now.state == "finished":
