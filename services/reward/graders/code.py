@@ -11,12 +11,15 @@ process.
 import contextlib
 import json
 import math
+import os
 import re
+import stat
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,9 +31,13 @@ from shared.messages import Score, Unparseable
 SHARE = 0.8  # of the check's limit
 MEMORY_BYTES = 512 * 2**20
 FILE_BYTES = 16 * 2**20
+DISK_BYTES = 64 * 2**20  # of all its files together
+MAX_FILES = 4096
+WATCH_S = 0.05
 MAX_TESTS = 100
 TOLERANCE = 1e-6  # of numbers that a function returns or a program prints
 
+NO_SPACE = f"its files exceed {DISK_BYTES // 2**20} MiB or {MAX_FILES} in number"
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^`\s]*)[^`]*")
 _LANGUAGES = {"", "python", "python3", "py"}
@@ -115,6 +122,8 @@ def _run(code: str, given: Any, function: str | None, left_s: float) -> _Ended:
             "cpu_s": math.ceil(left_s),
             "memory_bytes": MEMORY_BYTES,
             "file_bytes": FILE_BYTES,
+            "disk_bytes": DISK_BYTES,
+            "max_files": MAX_FILES,
         }
         return _in_child(request, Path(folder), left_s)
 
@@ -123,24 +132,69 @@ def _in_child(request: dict[str, Any], folder: Path, left_s: float) -> _Ended:
     names = ("out", "errors", "result")
     with contextlib.ExitStack() as stack:
         out, errors, result = (stack.enter_context((folder / n).open("w+b")) for n in names)
-        try:
-            done = subprocess.run(
-                [sys.executable, "-I", "-B", sandbox.__file__],
-                input=json.dumps(request | {"result": result.fileno()}).encode(),
-                stdout=out,
-                stderr=errors,
-                env=_ENVIRONMENT,
-                pass_fds=[result.fileno()],
-                timeout=left_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return _Ended(failure=f"took longer than {left_s:.1f} s")
-        if done.returncode == sandbox.LOCK_FAILED:
+        given = stack.enter_context(tempfile.TemporaryFile())
+        given.write(json.dumps(request | {"result": result.fileno()}).encode())
+        given.seek(0)
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-B", sandbox.__file__],
+            stdin=given,
+            stdout=out,
+            stderr=errors,
+            env=_ENVIRONMENT,
+            pass_fds=[result.fileno()],
+        )
+        if excess := _watch(child, folder, left_s):
+            return _Ended(failure=excess)
+        if child.returncode == sandbox.LOCK_FAILED:
             raise OSError(_text(errors).strip())
-        if done.returncode != 0:
-            return _Ended(failure=_failure(done.returncode, _text(errors)))
+        if child.returncode != 0:
+            return _Ended(failure=_failure(child.returncode, _text(errors)))
         return _read(_text(out), _text(result), request["function"])
+
+
+def _watch(child: "subprocess.Popen[bytes]", folder: Path, left_s: float) -> str:
+    """Wait for its end, or make it end; why it had to."""
+    ends_s = time.monotonic() + left_s
+    try:
+        while True:
+            try:
+                child.wait(min(WATCH_S, max(ends_s - time.monotonic(), 0.001)))
+            except subprocess.TimeoutExpired:
+                if time.monotonic() >= ends_s:
+                    return f"took longer than {left_s:.1f} s"
+                if used_too_much(folder, child.pid):
+                    return NO_SPACE
+            else:
+                return NO_SPACE if used_too_much(folder, child.pid) else ""
+    finally:
+        child.kill()
+        child.wait()
+
+
+def used_too_much(folder: Path, pid: int) -> bool:
+    """Whether a program has more on disk than it may, files that have lost their name included.
+
+    Where its folder is a file system of its own, all that is seen here is what it printed.
+    """
+    num_files = num_bytes = 0
+    for status in _files(folder, pid):
+        num_files, num_bytes = num_files + 1, num_bytes + 512 * status.st_blocks
+        if num_files > MAX_FILES or num_bytes > DISK_BYTES:
+            return True
+    return False
+
+
+def _files(folder: Path, pid: int) -> Iterator[os.stat_result]:
+    for path, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                yield os.lstat(os.path.join(path, name))  # noqa: PTH118  there may be thousands
+    with contextlib.suppress(OSError):  # the program has ended
+        for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+            with contextlib.suppress(OSError):
+                status = os.stat(f"/proc/{pid}/fd/{number}")  # noqa: PTH116
+                if stat.S_ISREG(status.st_mode) and not status.st_nlink:
+                    yield status
 
 
 def _text(file: BinaryIO) -> str:
@@ -150,6 +204,8 @@ def _text(file: BinaryIO) -> str:
 
 def _failure(code: int, errors: str) -> str:
     last = errors.strip().splitlines()[-1:]
+    if code > 0 and last and "[Errno 28]" in last[0]:
+        return f"{last[0][:200]}: {NO_SPACE}"
     return f"killed by signal {-code}" if code < 0 else (last or [f"exit code {code}"])[0][:200]
 
 

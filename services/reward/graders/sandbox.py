@@ -1,8 +1,9 @@
 """Runs one program that nobody trusts, locked down; started as a script by `code.py`, stdlib only.
 
-    limits (CPU, memory, files) ──> Landlock (reads Python, writes its own folder) ──> seccomp
-    (no sockets, processes, signals, priorities, shared memory; no way out of its process group or
-    of dying with its parent) ──> the program
+    its folder a file system of bounded size, where the kernel lets us mount one (else the parent
+    watches) ──> no capabilities ──> limits (CPU, memory, files) ──> Landlock (reads Python, writes
+    its own folder) ──> seccomp (no sockets, processes, signals, priorities, shared memory; no way
+    out of its process group or of dying with its parent) ──> the program
 
 What cannot be locked does not run: exit code LOCK_FAILED. The request comes on stdin as JSON; the
 program's own standard input and output are files, and so is where the value of a function goes.
@@ -20,6 +21,9 @@ from collections.abc import Iterator
 from typing import Any
 
 LOCK_FAILED = 70
+
+_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # include/uapi/linux/sched.h
+_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 0x4000, 1 << 18  # uapi/linux/mount.h
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 1, 38, 22, 2
 _SIGKILL, _EPERM, _ENOSYS = 9, 1, 38
@@ -97,6 +101,8 @@ def _callable(names: dict[str, Any], function: str) -> Any:
 
 def _lock(request: dict[str, Any]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
+    _bound_disk(libc, request)
+    _drop_capabilities(libc)
     _checked(libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "die with the parent")
     os.chdir(request["folder"])
     limits = {
@@ -111,6 +117,43 @@ def _lock(request: dict[str, Any]) -> None:
     _checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     _lock_files(libc, request["folder"])
     _lock_calls(libc)
+
+
+def _bound_disk(libc: Any, request: dict[str, Any]) -> None:
+    """Mount a tmpfs on the folder, seen by this process alone: mount_namespaces(7), tmpfs(5).
+
+    Where that is not allowed (containers often forbid it) the folder stays as it is.
+    """
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(_NEW_MOUNTS) != 0:
+        if libc.unshare(_NEW_MOUNTS | _NEW_USER) != 0:
+            return
+        for name, text in _identity(user, group).items():
+            try:
+                with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
+                    file.write(text)
+            except OSError:
+                return
+    if libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:
+        return
+    options = f"size={request['disk_bytes']},nr_inodes={request['max_files']},mode=700"
+    flags = _MS_NOSUID | _MS_NODEV
+    libc.mount(b"tmpfs", request["folder"].encode(), b"tmpfs", flags, options.encode())
+
+
+def _identity(user: int, group: int) -> dict[str, str]:
+    """Files of /proc/self by which a new user namespace keeps them: user_namespaces(7)."""
+    return {
+        "setgroups": "deny",
+        "uid_map": f"{user} {user} 1",
+        "gid_map": f"{group} {group} 1",
+    }
+
+
+def _drop_capabilities(libc: Any) -> None:
+    """capset(2), version 3: none is effective, permitted or inheritable."""
+    header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    _checked(libc.capset(header, nothing), "no capabilities")
 
 
 def _lock_files(libc: Any, folder: str) -> None:

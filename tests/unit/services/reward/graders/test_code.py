@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.graders.code import grade
+from services.reward.graders import sandbox
+from services.reward.graders.code import NO_SPACE, grade
 from shared.messages import Score, Unparseable
 
 SUMS = json.dumps({"inputs": ["2 3\n", "10 -4\n"], "outputs": ["5\n", "6"]})
@@ -120,6 +121,47 @@ def test_a_program_may_use_its_own_folder_and_threads() -> None:
         "print(open('sum').read())"
     )
     assert graded(code).value == 1.0
+
+
+FILL = (
+    "for number in range({files}):\n"
+    "    with open(f'f{{number}}', 'wb') as file:\n        file.write(bytes({size}))\n"
+    "import time\ntime.sleep({sleep_s})\nprint(5)"
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "size", "expected"), [(40, 2**20, 1.0), (200, 2**20, 0.0), (6000, 1, 0.0)]
+)
+def test_all_files_of_a_program_together_are_bounded(
+    files: int, size: int, expected: float
+) -> None:
+    """Forty megabytes are allowed, two hundred are not, nor are thousands of files."""
+    gold = json.dumps({"inputs": [""], "outputs": ["5"]})
+    outcome = graded(FILL.format(files=files, size=size, sleep_s=0.2), gold)
+    assert outcome.value == expected, outcome.reason
+    if not expected:
+        assert "its files exceed 64 MiB or 4096 in number" in outcome.reason
+
+
+def test_the_disk_is_watched_where_no_file_system_can_be_mounted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The lock without its mount: the program is killed from outside, while it runs."""
+    text = Path(sandbox.__file__).read_text()
+    assert "    _bound_disk(libc, request)\n" in text
+    unmounted = tmp_path / "sandbox.py"
+    unmounted.write_text(text.replace("    _bound_disk(libc, request)\n", ""))
+    monkeypatch.setattr(sandbox, "__file__", str(unmounted))
+    gold = json.dumps({"inputs": [""], "outputs": ["5"]})
+    begin_s = time.monotonic()
+    outcome = graded(FILL.format(files=200, size=2**20, sleep_s=60), gold)
+    assert (outcome.value, outcome.reason) == (0.0, f"test 1: {NO_SPACE}")
+    assert time.monotonic() - begin_s < 3.9  # not the check's time limit
+    nameless = "files = []\nimport os, time\nfor n in range(10):\n"
+    nameless += "    files.append(open('a', 'wb'))\n    os.remove('a')\n"
+    nameless += "    files[-1].write(bytes(2**23)); files[-1].flush()\ntime.sleep(60)"
+    assert NO_SPACE in graded(nameless, gold).reason
 
 
 def test_a_program_that_runs_on_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
