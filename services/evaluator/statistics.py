@@ -85,7 +85,9 @@ def sampling_interval(correct: Sequence[int], num_samples: int) -> Interval:
     """pass@1 with the interval that sampling alone leaves, these problems being given.
 
     Variance of a stratified mean (Cochran, "Sampling Techniques", 1977, section 5.3): one stratum a
-    problem, each estimated by p(1 - p) / (n - 1). nan below two samples.
+    problem, each estimated by p(1 - p) / (n - 1). Problems that were never, or always, solved have
+    none by that; what their samples leave open is `_open_share`, and the distances add up as roots
+    of squares do (Zou and Donner, Statistics in Medicine 27, 2008). nan below two samples.
     """
     P, share_P = len(correct), np.asarray(correct, np.float64) / num_samples
     mean = float(share_P.mean()) if P else math.nan
@@ -93,7 +95,25 @@ def sampling_interval(correct: Sequence[int], num_samples: int) -> Interval:
         return Interval(mean, math.nan, math.nan)
     variance = float((share_P * (1 - share_P)).sum()) / (num_samples - 1) / P**2
     half = NORMAL_975 * math.sqrt(variance)
-    return Interval(mean, max(mean - half, 0.0), min(mean + half, 1.0))
+    below = math.hypot(half, _open_share(int((share_P == 1).sum()), num_samples) / P)
+    above = math.hypot(half, _open_share(int((share_P == 0).sum()), num_samples) / P)
+    return Interval(mean, max(mean - below, 0.0), min(mean + above, 1.0))
+
+
+def _open_share(num_problems: int, num_samples: int) -> float:
+    """How many of so many problems, none of whose samples was right, may be solved on average.
+
+    The bound of `_all_equal` holds for problems of different chances p: that of no right sample is
+    the product of (1 - p)^n, which is largest where all p are equal.
+    """
+    return num_problems * _all_equal(num_problems * num_samples) if num_problems else 0.0
+
+
+def _all_equal(trials: int) -> float:
+    """How far so many equal outcomes leave a chance from 0 or 1, at 97.5 %: exact (Clopper and
+    Pearson, "The Use of Confidence or Fiducial Limits Illustrated in the Case of the Binomial",
+    Biometrika 26, 1934)."""
+    return float(1.0 - 0.025 ** (1 / trials))
 
 
 def paired_changes(before_PK: Array, after_PK: Array, *, seed: int = 0) -> list[Interval]:
@@ -111,7 +131,7 @@ def paired_changes(before_PK: Array, after_PK: Array, *, seed: int = 0) -> list[
 def _unless_constant(values_P: Array, found: Interval) -> Interval:
     if len(values_P) == 0 or values_P.min() != values_P.max() or found.mean not in (0.0, 1.0):
         return found
-    bound = 1.0 - 0.025 ** (1 / len(values_P))
+    bound = _all_equal(len(values_P))
     return Interval(0.0, 0.0, bound) if found.mean == 0.0 else Interval(1.0, 1.0 - bound, 1.0)
 
 

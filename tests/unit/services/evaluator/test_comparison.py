@@ -62,18 +62,19 @@ def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "NUM_REPLICATES", 10)
 
 
-def count_alarms(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], num: int) -> tuple[int, int]:
-    """How often pass@1 "changed" and how often there was a verdict, as the pages tell them."""
+def count_alarms(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], num: int) -> list[int]:
+    """How often pass@k "changed", for each k, and how often there was a verdict, as pages tell."""
     found = [compare(evaluation(one, num=num), evaluation(two, num=num)) for one, two in pairs]
     changed = sum("changed" in str(_change(one.changes[1])[-1]) for one in found)
-    assert changed == sum(one.changes[1].is_significant for one in found)
-    return changed, sum(one.verdict != "undecided" for one in found)
+    by_k = [sum(one.changes[k].is_significant for one in found) for k in found[0].changes]
+    assert changed == by_k[0]
+    return [*by_k, *(sum(one.verdict == v for one in found) for v in ("coverage", "sharpening"))]
 
 
 @pytest.mark.usefixtures("few_replicates")
 @pytest.mark.parametrize("difficulty", KINDS)
 def test_two_evaluations_of_one_version_rarely_differ(difficulty: str) -> None:
-    """At most 5 % of 200 pairs, whatever the problems are like."""
+    """At most 5 % of 200 pairs, whatever the problems are like: pass@1 to pass@8, verdicts."""
     rng = np.random.default_rng(11)
     drawn = [KINDS[difficulty](rng) for _ in range(200)]
     alarms = count_alarms(((rng.binomial(N, p), rng.binomial(N, p)) for p in drawn), N)

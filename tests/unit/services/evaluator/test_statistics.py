@@ -121,6 +121,27 @@ def test_sampling_interval_is_that_of_repeated_sampling() -> None:
     assert np.mean(halves) == pytest.approx(1.96 * spread, rel=0.05)
 
 
+@pytest.mark.parametrize("num_right", [0, 8])
+def test_sampling_interval_at_the_edge_is_that_of_clopper_and_pearson(num_right: int) -> None:
+    """None of 240 samples right leaves 1.5 % open: 0.985^240 is 0.025."""
+    found = sampling_interval([num_right] * 30, 8)
+    width = found.high - found.low
+    assert found.mean == num_right / 8
+    assert found.low <= found.mean <= found.high
+    assert (1 - width) ** 240 == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(
+    "chances", [[0.001] * 30, [0.02] * 30, [0.0] * 29 + [0.3], [0.99] * 30, [0.0, 0.05, 1.0] * 10]
+)
+def test_sampling_interval_covers_the_truth_near_the_edges(chances: list[float]) -> None:
+    rng = np.random.default_rng(17)
+    drawn = [rng.binomial(8, chances).tolist() for _ in range(400)]
+    found = [sampling_interval(one, 8) for one in drawn]
+    truth = float(np.mean(chances))
+    assert np.mean([one.low <= truth <= one.high for one in found]) >= 0.95
+
+
 def test_sampling_interval_of_single_samples_is_unknown() -> None:
     assert math.isnan(sampling_interval([0, 1, 1], 1).low)
 
