@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from redis.asyncio import Redis
@@ -24,6 +24,9 @@ from shared.telemetry import counter, now_s
 
 Address = Callable[[], Awaitable[str | None]]
 """The server to ask now; None while there is none."""
+
+REMEMBERED_S, ABSENCE_S = 1.0, 0.1  # how long an address is known, and that there is none
+T = TypeVar("T")
 
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504)
 
@@ -209,9 +212,14 @@ def reward_servers(redis: Redis) -> Address:
     """The live reward servers, in turn."""
     turn = itertools.count()
 
+    async def live() -> list[str]:
+        return [replica.url for replica in await live_replicas(redis, "reward")]
+
+    known = _remembered(live)
+
     async def address() -> str | None:
-        found = await live_replicas(redis, "reward")
-        return found[next(turn) % len(found)].url if found else None
+        urls = await known()
+        return urls[next(turn) % len(urls)] if urls else None
 
     return address
 
@@ -220,16 +228,20 @@ def _serves(replica: Replica, plan: Plan) -> bool:
     return replica.job_id == plan.job_id and replica.policy_version == plan.policy_version
 
 
-def _remembered(address: Address, *, for_s: float = 1.0) -> Address:
-    """Ask the registry once a second at most; many problems share the answer."""
-    known: tuple[float, str | None] = (0.0, None)
+def _remembered(ask: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+    """Ask the registry now and then; hundreds of samples share the answer.
 
-    async def remembered() -> str | None:
+    And the question: were they all to ask once it is old, the broker's connections would run out.
+    """
+    known: tuple[float, T] | None = None
+    one = asyncio.Lock()
+
+    async def remembered() -> T:
         nonlocal known
-        at_s, url = known
-        if url is None or time.monotonic() - at_s > for_s:
-            url = await address()
-            known = (time.monotonic(), url)
-        return url
+        async with one:
+            if known is None or time.monotonic() >= known[0]:
+                found = await ask()
+                known = (time.monotonic() + (REMEMBERED_S if found else ABSENCE_S), found)
+            return known[1]
 
     return remembered
