@@ -36,6 +36,7 @@ def attribute(
             f"step {found['step']} under version {found['policy_version']}: mean |Δ log p| "
             f"{whole:.3g} of {found['num_tokens']} tokens{first}",
             highlight=False,
+            soft_wrap=True,
         )
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for name, part in ranked:
