@@ -2,7 +2,8 @@
 
 Reads the samples of a run's evaluations (`evals/*.jsonl`) and, where the job recorded them, its
 training groups (`recording.sqlite`); asks a reward service for new outcomes, and shows where they
-differ. Nothing of the run is changed.
+differ. Each is judged as it was then: a group's weighted parts and its penalty for length are those
+of the run's job. Another grader takes the place of the first one only. Nothing of the run changes.
 """
 
 import json
@@ -10,7 +11,7 @@ import sqlite3
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,11 +29,17 @@ from shared.broker import HOST
 from shared.chat import graded_text
 from shared.errors import ConfigInvalid, HttpFailed, TandemError
 from shared.http import HttpClient
+from shared.job import Job
+from shared.job_reward import OverlongSection, RewardPart, RewardSection
 from shared.local_stack import running
 from shared.messages import Outcome, Score, ScoredGroup
+from shared.refusals import fault
 
 ITEMS_AT_ONCE = 1000
 REQUEST_S = 600.0
+# Of files that do not say how they were graded.
+UNKNOWN_GRADER, UNKNOWN_TIMEOUT_S = "math", 5.0
+JOB_FILE = "job.json"
 SAME = 1e-9  # values closer than this are the same
 _OUTCOMES: TypeAdapter[list[Outcome]] = TypeAdapter(list[Outcome])
 
@@ -45,6 +52,18 @@ class Recorded:
     response: str
     gold: str
     before: Outcome
+    judging: "Judging"
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """How it was judged, in the fields of POST /v1/grade."""
+
+    grader: str
+    timeout_s: float
+    parts: tuple[RewardPart, ...] = ()
+    overlong: OverlongSection | None = None
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +74,13 @@ class Difference:
 
 def regrade(
     run_dir: Annotated[Path, typer.Argument(help="runs/<job>, or one file of samples.")],
-    grader: Annotated[str, typer.Option(help="The other grader.")] = "math",
+    grader: Annotated[
+        str | None, typer.Option(help="The other grader; default: that of each sample.")
+    ] = None,
     limit: Annotated[int, typer.Option(help="Differences that are shown.", min=0)] = 40,
-    timeout_s: Annotated[float, typer.Option(min=0.01, max=60)] = 5.0,
+    timeout_s: Annotated[
+        float | None, typer.Option(min=0.01, max=60, help="Default: as it was then.")
+    ] = None,
     reward: Annotated[
         str | None, typer.Option(envvar="TANDEM_REWARD", metavar="URL", help="Default: one here.")
     ] = None,
@@ -65,7 +88,7 @@ def regrade(
         Path | None, typer.Option("--json", help="Write every difference as JSON lines.")
     ] = None,
 ) -> None:
-    """Grade a recorded run with another grader and show the differences."""
+    """Grade a recorded run again, or with another grader, and show the differences."""
 
     stack_dir = run_dir.absolute().parent / "_stack" / "regrade"
 
@@ -73,10 +96,11 @@ def regrade(
         recorded = list(read_run(run_dir))
         if not recorded:
             raise ConfigInvalid(f"{run_dir} holds no samples of evaluations and no recording.")
+        asked = [with_changes(one, grader=grader, timeout_s=timeout_s) for one in recorded]
         if reward is not None:
-            after = await _ask(reward.rstrip("/"), recorded, grader, timeout_s)
+            after = await ask(reward.rstrip("/"), asked)
         else:
-            after = await _here(stack_dir, recorded, grader, timeout_s)
+            after = await _here(stack_dir, asked)
         found = differences(recorded, after)
         if json_file is not None:
             json_file.write_text("".join(_line(one) for one in found), encoding="utf-8")
@@ -89,13 +113,29 @@ def regrade(
 def read_run(path: Path) -> Iterator[Recorded]:
     """Every graded response of a run folder, or of one file of samples."""
     if path.is_file():
-        yield from _samples(path)
+        yield from _samples(path, UNKNOWN_TIMEOUT_S)
         return
+    has_job = (path / JOB_FILE).is_file()
+    timeout_s = _reward_of(path / JOB_FILE).timeout_s if has_job else UNKNOWN_TIMEOUT_S
     for file in sorted((path / "evals").glob("*.jsonl")):
         if not file.name.endswith(".partial.jsonl"):
-            yield from _samples(file)
+            yield from _samples(file, timeout_s)
     if (path / RECORDING_FILE).is_file():
-        yield from _groups(path / RECORDING_FILE)
+        yield from _groups(path / RECORDING_FILE, _reward_of(path / JOB_FILE))
+
+
+def with_changes(one: Recorded, *, grader: str | None, timeout_s: float | None) -> Recorded:
+    """To be judged by another grader, or within another limit; None leaves it as it was."""
+    given = {"grader": grader, "timeout_s": timeout_s}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(one, judging=replace(one.judging, **changes))
+
+
+def _reward_of(path: Path) -> RewardSection:
+    try:
+        return Job.model_validate_json(path.read_bytes()).reward
+    except (OSError, ValueError) as err:
+        raise ConfigInvalid(f"{path} does not say how the run was graded: {fault(err)}.") from err
 
 
 def differences(recorded: Sequence[Recorded], after: Sequence[Outcome]) -> list[Difference]:
@@ -104,19 +144,20 @@ def differences(recorded: Sequence[Recorded], after: Sequence[Outcome]) -> list[
     return [Difference(one, now) for one, now in pairs if _key(one.before) != _key(now)]
 
 
-def _samples(file: Path) -> Iterator[Recorded]:
+def _samples(file: Path, timeout_s: float) -> Iterator[Recorded]:
     try:
-        _, results = read_samples(file)
+        header, results = read_samples(file)
     except ValueError as err:
         raise ConfigInvalid(str(err)) from err
+    judging = Judging(str((header.asked or {}).get("grader", UNKNOWN_GRADER)), timeout_s)
     for result in results:
         for number, sample in enumerate(result.samples):
             name = f"{file.stem} row {result.row}.{number}"
             response = graded_text(result.prompt, sample.text)
-            yield Recorded(name, response, result.gold, sample.outcome)
+            yield Recorded(name, response, result.gold, sample.outcome, judging)
 
 
-def _groups(file: Path) -> Iterator[Recorded]:
+def _groups(file: Path, reward: RewardSection) -> Iterator[Recorded]:
     db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
     try:
         for (body,) in db.execute("SELECT body FROM groups ORDER BY draw"):
@@ -124,42 +165,55 @@ def _groups(file: Path) -> Iterator[Recorded]:
             prompt = scored.group.prompt
             for rollout, outcome in zip(scored.group.rollouts, scored.outcomes, strict=True):
                 response = graded_text(prompt.prompt_text, rollout.text)
-                yield Recorded(rollout.rollout_id, response, prompt.gold, outcome)
+                judging = Judging(
+                    prompt.grader,
+                    reward.timeout_s,
+                    parts=tuple(reward.parts),
+                    overlong=reward.overlong,
+                    num_tokens=len(rollout.response_token_ids),
+                )
+                yield Recorded(rollout.rollout_id, response, prompt.gold, outcome, judging)
     except (sqlite3.Error, zlib.error) as err:
         raise ConfigInvalid(f"{file} cannot be read: {err}") from err
     finally:
         db.close()
 
 
-async def _here(
-    stack_dir: Path, recorded: Sequence[Recorded], grader: str, timeout_s: float
-) -> list[Outcome]:
+async def _here(stack_dir: Path, recorded: Sequence[Recorded]) -> list[Outcome]:
     """With a reward service of our own."""
     ports = choose_ports(num_rollout=0, num_reward=1, base=0)
     with log_to(stack_dir / "stack.log"):
         programs = offline_programs(ports, data_dir=stack_dir, runs_dir=stack_dir, data_roots=[])
         async with running(programs, log_dir=stack_dir):
             url = f"http://{HOST}:{ports.reward[0]}"
-            return await _ask(url, recorded, grader, timeout_s)
+            return await ask(url, recorded)
 
 
-async def _ask(
-    url: str, recorded: Sequence[Recorded], grader: str, timeout_s: float
-) -> list[Outcome]:
+async def ask(url: str, recorded: Sequence[Recorded]) -> list[Outcome]:
+    """What a reward service says now; a refusal is an error that names the key."""
     outcomes: list[Outcome] = []
     async with HttpClient() as http:
         for begin in range(0, len(recorded), ITEMS_AT_ONCE):
-            items = [
-                {"response": one.response, "gold": one.gold, "grader": grader}
-                | {"timeout_s": timeout_s}
-                for one in recorded[begin : begin + ITEMS_AT_ONCE]
-            ]
+            items = [_item(one) for one in recorded[begin : begin + ITEMS_AT_ONCE]]
             try:
                 answer = await http.post(f"{url}/v1/grade", {"items": items}, timeout_s=REQUEST_S)
             except HttpFailed as err:
                 raise TandemError(_refusal(err)) from err
             outcomes += _OUTCOMES.validate_python(answer["outcomes"])
     return outcomes
+
+
+def _item(one: Recorded) -> dict[str, Any]:
+    judging = one.judging
+    return {
+        "response": one.response,
+        "gold": one.gold,
+        "grader": judging.grader,
+        "timeout_s": judging.timeout_s,
+        "parts": [part.model_dump() for part in judging.parts],
+        "overlong": judging.overlong.model_dump() if judging.overlong else None,
+        "num_tokens": judging.num_tokens,
+    }
 
 
 def _show(

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from services.cli.regrade import ask, differences, read_run, with_changes
 from services.reward.pool.settings import PoolConfig
+from services.trainer.recording import RECORDING_FILE, Recording
 from shared import topology
 from shared.job import Job
 from shared.messages import (
@@ -118,17 +120,23 @@ def job(grader: str = "arithmetic", timeout_s: float = 5.0) -> Job:
     )
 
 
-async def announce_job(redis: Redis, state: str = "active") -> None:
+async def announce_job(redis: Redis, state: str = "active", *, of: Job | None = None) -> None:
     body = JobAnnounced.model_validate(
         {"job_id": JOB_ID, "state": state, "trainer_url": "http://nowhere",
-         "job": job().model_dump(mode="json")}
+         "job": (of or job()).model_dump(mode="json")}
     ).pack()  # fmt: skip
     await announce(redis, topology.JOB_CHANGES, body, current_key=topology.JOB_CURRENT)
 
 
 def group(
-    draw: int, texts: list[str], *, gold: str = "85", grader: str = "arithmetic"
+    draw: int,
+    texts: list[str],
+    *,
+    gold: str = "85",
+    grader: str = "arithmetic",
+    lengths: Sequence[int] = (),
 ) -> RolloutGroup:
+    """`lengths` are the responses' tokens, one each unless given."""
     group_id = f"{JOB_ID}.g{draw:06d}"
     prompt = PromptGroup(
         job_id=JOB_ID, group_id=group_id, draw=draw, prompt_token_ids=[1, 2, 3], gold=gold,
@@ -137,10 +145,11 @@ def group(
     )  # fmt: skip
     rollouts = [
         Rollout(
-            rollout_id=f"{group_id}.{i}", response_token_ids=[5], logprobs=[-0.1], text=text,
-            version_spans=[VersionSpan(policy_version=0, num_tokens=1)], finish_reason="stop",
+            rollout_id=f"{group_id}.{i}", response_token_ids=[5] * num, logprobs=[-0.1] * num,
+            text=text, version_spans=[VersionSpan(policy_version=0, num_tokens=num)],
+            finish_reason="stop",
         )
-        for i, text in enumerate(texts)
+        for i, (text, num) in enumerate(zip(texts, lengths or [1] * len(texts), strict=True))
     ]  # fmt: skip
     return RolloutGroup(
         prompt=prompt, replica="rollout-0", rollouts=rollouts, sampled_at_s=0.0, sampling_s=0.1
@@ -167,6 +176,47 @@ async def follows(redis: Redis, job_id: str | None) -> bool:
 
 async def num_waiting(redis: Redis) -> int:
     return await backlog(redis, topology.rollouts(JOB_ID), topology.GRADERS)
+
+
+async def test_a_regrade_of_a_run_gives_its_recorded_rewards(
+    redis: Redis, start: Callable[..., Service], tmp_path: Path
+) -> None:
+    """Weighted parts and the penalty for length as well; another grader shows differences."""
+    reward = {
+        "grader": "gsm8k",
+        "parts": [{"grader": "format", "weight": 0.3}, {"grader": "math", "weight": 0.1}],
+        "overlong": {"max_tokens": 16, "buffer_tokens": 9, "weight": 0.7},
+    }
+    recorded_job = Job.model_validate(job().model_dump() | {"reward": reward})
+    service = await start("reward-0").ready()
+    await announce_job(redis, of=recorded_job)
+    await until(lambda: follows(redis, JOB_ID))
+    texts = ["Answer: 85", "The answer is 85.", r"\boxed{84}", "no idea", r"\boxed{\frac{170}{2}}"]
+    for draw in range(2):
+        lengths = [1 + 3 * i + draw for i in range(len(texts))]
+        sent = group(draw, texts, grader="gsm8k", lengths=lengths)
+        await publish(redis, topology.rollouts(JOB_ID), sent.pack())
+    found = await until(lambda: all_scored(redis, 2))
+    recording = Recording(tmp_path / RECORDING_FILE)
+    for scores in found.values():
+        recording.keep_group(scores[0])
+    recording.close()
+    (tmp_path / "job.json").write_text(recorded_job.model_dump_json())
+
+    recorded = list(read_run(tmp_path))
+    again = await ask(service.url, recorded)
+    assert again == [one.before for one in recorded]
+    values = {outcome.value for outcome in again if outcome.kind == "score"}
+    assert len(values) >= 4, "parts and lengths tell them apart"
+    other = [with_changes(one, grader="math", timeout_s=None) for one in recorded]
+    differing = differences(recorded, await ask(service.url, other))
+    assert {one.recorded.response for one in differing} == {texts[-1]}
+    assert await service.stopped() == 0
+
+
+async def all_scored(redis: Redis, number: int) -> dict[str, list[ScoredGroup]]:
+    found = await scored(redis)
+    return found if len(found) == number else {}
 
 
 async def test_groups_are_graded_announced_and_acked(

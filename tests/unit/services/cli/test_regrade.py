@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.cli.regrade import differences, read_run
+from services.cli.regrade import differences, read_run, with_changes
 from services.evaluator.sample_file import SampleFile
 from services.trainer.recording import RECORDING_FILE, Recording
 from shared.errors import ConfigInvalid
+from shared.job import Job
 from shared.messages import (
     GraderError,
     Outcome,
@@ -23,6 +24,20 @@ from shared.messages import (
 )
 from tests.unit.services.evaluator.test_samples import keep, make_plan, make_result
 
+JOB = Job.model_validate(
+    {
+        "name": "demo",
+        "steps": 1,
+        "model": {"rollout_checkpoint": "nowhere"},
+        "data": {"path": "nowhere.jsonl"},
+        "sampling": {"context_length": 64, "max_response_tokens": 16},
+        "reward": {
+            "timeout_s": 2.5,
+            "parts": [{"grader": "format", "weight": 0.5}],
+            "overlong": {"max_tokens": 16, "buffer_tokens": 8},
+        },
+    }
+)
 RIGHT, WRONG = Score(value=1.0), Score(value=0.0)
 
 
@@ -68,6 +83,7 @@ def keep_run(tmp_path: Path) -> Path:
     for draw in (1, 0):
         recording.keep_group(scored_group(draw, [RIGHT, Unparseable()]))
     recording.close()
+    (run_dir / "job.json").write_text(JOB.model_dump_json())
     return run_dir
 
 
@@ -84,6 +100,26 @@ def test_evaluations_and_recorded_groups_of_a_run_are_read(tmp_path: Path) -> No
     assert [one.before.kind for one in found[4:6]] == ["score", "unparseable"]
 
 
+def test_each_is_judged_as_it_was_unless_the_command_says_otherwise(tmp_path: Path) -> None:
+    found = list(read_run(keep_run(tmp_path)))
+    of_evaluation, of_group = found[0].judging, found[4].judging
+    assert (of_evaluation.grader, of_evaluation.timeout_s, of_evaluation.parts) == (
+        "arithmetic", 2.5, ()
+    )  # fmt: skip
+    assert (of_group.grader, of_group.timeout_s, of_group.num_tokens) == ("math", 2.5, 1)
+    assert (list(of_group.parts), of_group.overlong) == (JOB.reward.parts, JOB.reward.overlong)
+    assert with_changes(found[4], grader=None, timeout_s=None) == found[4]
+    other = with_changes(found[4], grader="aime", timeout_s=9.0).judging
+    assert (other.grader, other.timeout_s, other.parts) == ("aime", 9.0, of_group.parts)
+
+
+def test_a_recording_without_its_job_is_refused(tmp_path: Path) -> None:
+    run_dir = keep_run(tmp_path)
+    (run_dir / "job.json").unlink()
+    with pytest.raises(ConfigInvalid, match=r"job\.json does not say how the run was graded"):
+        list(read_run(run_dir))
+
+
 def test_only_what_is_judged_otherwise_differs(tmp_path: Path) -> None:
     recorded = list(read_run(keep_run(tmp_path)))[:4]
     after: list[Outcome] = [
@@ -98,6 +134,7 @@ def test_only_what_is_judged_otherwise_differs(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_recording_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(JOB.model_dump_json())
     (tmp_path / RECORDING_FILE).write_text("no database, but long enough to be looked at")
     with pytest.raises(ConfigInvalid, match=r"recording\.sqlite cannot be read"):
         list(read_run(tmp_path))
