@@ -52,6 +52,19 @@ async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
         raise cancelled
 
 
+async def first_of(
+    *things: asyncio.Event | asyncio.Task[Any], timeout_s: float | None = None
+) -> None:
+    """Until one of the events is set or one of the tasks is done, or the time is over."""
+    waits = {thing for thing in things if isinstance(thing, asyncio.Task)}
+    own = {asyncio.create_task(one.wait()) for one in things if isinstance(one, asyncio.Event)}
+    try:
+        await asyncio.wait({*waits, *own}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in own:
+            await end(task)
+
+
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
     """Sleep until the event or the timeout; whether it was the event."""
     with contextlib.suppress(TimeoutError):

@@ -29,7 +29,7 @@ from services.trainer.warm_up import warm_up
 from shared.errors import DeadlineExceeded
 from shared.messages import Event, TrainingBatch
 from shared.registry import live_replicas
-from shared.tasks import end
+from shared.tasks import end, first_of
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -41,6 +41,8 @@ class Conductor:
     def __init__(self, parts: Parts, *, on_point: Callable[[str], None] = lambda _: None) -> None:
         self.parts = parts
         self.pause_asked = asyncio.Event()
+        self._nobody_serves = asyncio.Event()
+        self._why_nobody_serves = ""
         self._on_point = on_point
         self._steps = StepTaker(parts)
         self.policy = self._steps.policy
@@ -184,17 +186,19 @@ class Conductor:
     async def _unless_paused(self, waiting: Coroutine[Any, Any, T]) -> T:
         """The result of a wait, which a pause interrupts."""
         task = asyncio.create_task(waiting)
-        pausing = asyncio.create_task(self.pause_asked.wait())
         try:
-            await asyncio.wait({task, pausing}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            while True:
+                await first_of(task, self.pause_asked, self._nobody_serves)
+                if task.done():
+                    return task.result()
                 self._obey_pause()
-            return task.result()
         finally:
-            await end(pausing)
             await end(task)
 
     def _obey_pause(self) -> None:
+        """Only where the ranks hold the newest step of the books, and its result is kept."""
+        if self._nobody_serves.is_set():
+            raise JobPaused(self._why_nobody_serves)
         if self.pause_asked.is_set():
             raise JobPaused("paused on request")
 
@@ -242,10 +246,12 @@ class Conductor:
         await follow_events(p.redis, p.job_id, p.record, on_event, stop)
 
     async def _offer(self, stop: asyncio.Event) -> None:
+        """Until `stop`; when nobody serves any more the job pauses, after the step under way."""
         try:
             await self.parts.publisher.run(stop)
         except (VersionRefused, NoServerLeft) as err:
-            raise JobPaused(str(err)) from err
+            self._why_nobody_serves = str(err)
+            self._nobody_serves.set()
 
     async def _watch(self, stop: asyncio.Event) -> None:
         await self.parts.watch.run(stop, announce_again=self._announce_again)

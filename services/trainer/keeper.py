@@ -41,10 +41,9 @@ class StepRefused(TandemError):
     Ranks that had begun to train it are ended: new ones come back from checkpoint and redo log.
     """
 
-    def __init__(self, step: int, reason: str, *, left_halfway: bool = False) -> None:
+    def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"step {step} was refused: {reason}")
         self.step = step
-        self.left_halfway = left_halfway
 
 
 class RankKeeper:
@@ -72,6 +71,7 @@ class RankKeeper:
         self._record = record
         self._events = events
         self._ranks: RankSet | None = None
+        self._held: int | None = None  # the step whose weights they have, while that is certain
         self._is_closed = False
         self._restarts = 0
         self._turn = asyncio.Lock()
@@ -87,24 +87,23 @@ class RankKeeper:
     async def train(self, step: int) -> dict[str, Any]:
         """Take `step`, whose batch is in the redo log; a replay may have taken it already.
 
-        Raises `StepRefused` when the ranks will not take it.
+        The answer is empty where only a checkpoint is left of the step. Raises `StepRefused` when
+        the ranks will not take it.
         """
-        body = await asyncio.to_thread(self._books.redo_body, step)
 
         async def take(ranks: RankSet) -> dict[str, Any]:
             if step in self.replayed:
                 return self.replayed[step]
-            trained = await _train(ranks, step, body)
+            if self._held is not None and step <= self._held:
+                log.warning("step_result_lost", step=step, held=self._held)
+                return {}
+            body = await asyncio.to_thread(self._books.redo_body, step)
+            trained = await self._train(ranks, step, body)
             self.logprobs = trained.logprobs
             return trained.result
 
         async with self._turn:
-            try:
-                result = await self._insist(take)
-            except StepRefused as err:
-                if err.left_halfway:
-                    await self._drop_ranks()
-                raise
+            result = await self._insist(take)
         self._restarts = 0
         return result
 
@@ -172,9 +171,9 @@ class RankKeeper:
             await self.save(step)
 
     async def save_if_newer(self, step: int) -> None:
-        """Save unless ranks are down or a checkpoint has that step."""
+        """Save what the ranks hold if that is `step`, unless a checkpoint has it."""
         newest = max((saved for saved, _ in self.complete_checkpoints()), default=0)
-        if self._ranks is not None and step > newest:
+        if self._held == step > newest:
             await self.save(step)
 
     async def close(self) -> None:
@@ -193,6 +192,8 @@ class RankKeeper:
             if self._is_closed:
                 raise RanksLost("the job is ending")
             try:
+                if self._held is None:
+                    await self._drop_ranks()
                 if self._ranks is None:
                     await self._start_and_replay()
                 assert self._ranks is not None
@@ -228,6 +229,7 @@ class RankKeeper:
 
     async def _drop_ranks(self) -> None:
         ranks, self._ranks = self._ranks, None
+        self._held = None
         self.owners = []
         if ranks is not None:
             await ranks.stop()
@@ -241,15 +243,17 @@ class RankKeeper:
             ranks = await self._start_ranks()
             try:
                 if path is None or await self._loads(ranks, path, step):
+                    self._held = step
                     await self._replay(ranks, missing)
                     self._ranks = ranks
                     return
-            except StepRefused as err:  # of the newest batch
-                if not err.left_halfway:  # they are where they were before it
+            except StepRefused:  # of the newest batch
+                if self._held is not None:  # they are where they were before it
                     self._ranks = ranks
                 raise
             finally:
                 if self._ranks is not ranks:
+                    self._held = None
                     await ranks.stop()
 
     async def _loads(self, ranks: RankSet, path: Path, step: int) -> bool:
@@ -259,21 +263,35 @@ class RankKeeper:
         try:
             loaded = await ranks.load(path, reference)
         except (RemoteError, WeightsCorrupt, Rejected, ValueError) as err:
-            log.warning("checkpoint_refused", path=str(path), error=str(err))
-            self._record.note(self._events("checkpoint_refused", step=step, error=str(err)))
-            return False
-        if loaded != step:
-            raise ValueError(f"{path} holds step {loaded}")
-        return True
+            error = str(err)
+        else:
+            if loaded == step:
+                return True
+            error = f"it holds step {loaded}"
+        log.warning("checkpoint_refused", path=str(path), error=error)
+        self._record.note(self._events("checkpoint_refused", step=step, error=error))
+        return False
 
     async def _replay(self, ranks: RankSet, steps: Sequence[int]) -> None:
         self.replayed = {}
         for step in steps:
             body = await asyncio.to_thread(self._books.redo_body, step)
-            self.replayed[step] = (await _train(ranks, step, body)).result
+            self.replayed[step] = (await self._train(ranks, step, body)).result
         if steps:
             log.info("steps_replayed", first=steps[0], last=steps[-1])
             self._record.note(self._events("replayed", steps=list(steps)))
+
+    async def _train(self, ranks: RankSet, step: int, body: bytes) -> "_Trained":
+        """What they hold is certain again once they have answered, whoever waits for it."""
+        self._held = None
+        try:
+            result = await ranks.train_step(body)
+        except Rejected as err:
+            if not isinstance(err, LeftHalfway):
+                self._held = step - 1
+            raise StepRefused(step, str(err)) from err
+        self._held = step
+        return _Trained(result, result.pop("logprobs", b""))
 
     def _forget_older(self) -> None:
         complete = self.complete_checkpoints()
@@ -284,14 +302,6 @@ class RankKeeper:
             (path / COMPLETE_FILE).unlink()  # first: half of it is no checkpoint
             shutil.rmtree(path)
         self._books.trim_redo(complete[-self._keep_checkpoints :][0][0])
-
-
-async def _train(ranks: RankSet, step: int, body: bytes) -> "_Trained":
-    try:
-        result = await ranks.train_step(body)
-        return _Trained(result, result.pop("logprobs", b""))
-    except Rejected as err:
-        raise StepRefused(step, str(err), left_halfway=isinstance(err, LeftHalfway)) from err
 
 
 class _Trained(NamedTuple):

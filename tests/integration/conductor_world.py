@@ -112,6 +112,7 @@ class FakeRanks:
     salt: bytes = b""  # other than empty: replays are not bit-exact
     references: dict[int, bytes] = field(default_factory=dict)  # by step that it was used in
     reference: bytes | None = None
+    gates: dict[int, asyncio.Event] = field(default_factory=dict)  # a step waits for its own
 
     async def load(self, path: Path, reference: Path | None = None) -> int:
         saved = json.loads((path / "complete.json").read_text())
@@ -123,6 +124,8 @@ class FakeRanks:
 
     async def train_step(self, batch: bytes) -> dict[str, Any]:
         unpacked = TrainingBatch.unpack(batch)
+        if gate := self.gates.get(unpacked.step):
+            await gate.wait()
         self._fault(f"train_step:{unpacked.step}")
         if unpacked.step in self.refuse_steps:
             self.refuse_steps.discard(unpacked.step)
@@ -420,6 +423,7 @@ class World:
     drift: float = 0.01
     salt: bytes = b""
     references: dict[int, bytes] = field(default_factory=dict)
+    gates: dict[int, asyncio.Event] = field(default_factory=dict)  # of steps of the ranks
     ranks: FakeRanks | None = None
     config: ConductorConfig = field(
         default_factory=lambda: ConductorConfig(settle_grace_s=0.5, quiet_s=1.0, goodbye_s=3.0)
@@ -485,6 +489,7 @@ class World:
                 self.drift,
                 salt=self.salt,
                 references=self.references,
+                gates=self.gates,
             )
             return self.ranks
 

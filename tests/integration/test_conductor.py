@@ -9,10 +9,11 @@ import pytest
 from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
-from services.trainer.entries import Group
+from services.trainer.entries import Group, Step
 from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.prompts import NoPromptFits
 from services.trainer.rollback import NOTE
+from services.trainer.servers import MAX_REFUSALS
 from services.trainer.steps import JobPaused
 from services.trainer.versions import CHANGES_ONLY, VersionStore
 from shared import topology
@@ -51,6 +52,15 @@ def check_books(world: World) -> Books:
     trained = Counter(name for names in by_step.values() for name in names)
     assert set(trained.values()) == {1}
     return books
+
+
+def steps_of(world: World, step: int) -> list[Step]:
+    """What stands in the books of a run that nobody conducts."""
+    books = Books(world.run_dir / BOOKS_FILE)
+    try:
+        return [made for made in books.steps(step) if made.step == step]
+    finally:
+        books.close()
 
 
 async def check_streams_empty(redis: Redis) -> None:
@@ -434,6 +444,37 @@ async def test_paused_job_goes_on_where_it_was(redis: Redis, tmp_path: Path) -> 
         await run_to_end(world)
         check_books(world).close()
         assert [step for step, _ in world.history] == [1, 2, 3, 4, 5, 6]  # nothing was replayed
+
+
+async def test_a_version_refused_beside_a_step_pauses_the_job_after_the_step(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """A pause never comes between a batch and its training, nor between that and its result."""
+    job = make_job(steps=5, algorithm={"max_lag": 3}, checkpoint={"every_steps": 2, "keep_last": 1})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.servers["rollout-0"].refuses = {2}
+        world.gates |= {2: asyncio.Event(), 3: asyncio.Event()}
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await until(lambda: conductor.parts.progress.step == 2)
+        await until(lambda: conductor.parts.collector.num_kept >= 3)  # step 3 can begin
+        world.gates[2].set()
+        await until(lambda: len(world.events("update_failed")) == MAX_REFUSALS)
+        await until(lambda: not any("_offer" in task.get_name() for task in asyncio.all_tasks()))
+        assert conductor.parts.progress.step == 3
+        assert not running.done()
+        world.gates[3].set()
+        with pytest.raises(JobPaused, match="version 2 was refused 3 times by"):
+            await running
+        await conductor.close("paused")
+        (step,) = steps_of(world, 3)
+        assert step.result is not None
+        assert step.told is not None
+        assert (tmp_path / "run/checkpoints/step00000003").exists()
+        world.servers["rollout-0"].refuses = set()
+        await run_to_end(world)
+        check_books(world).close()
+        assert [step for step, _ in world.history] == [1, 2, 3, 4, 5]
 
 
 async def test_rolled_back_job_serves_the_old_version_and_waits(

@@ -190,7 +190,13 @@ async def test_the_life_of_a_rank(release: Path, tmp_path: Path) -> None:
         assert metrics["grad_norm"] > 0
         assert set(metrics["seconds"]) == {"logprobs", "forward_backward", "optimizer"}
         await train(channel, 2)
-        saved = await channel.request("save", {"path": str(tmp_path / "step2")}, timeout_s=60)
+        with pytest.raises(ValueError, match="step 2 cannot follow step 2"):
+            await train(channel, 2)
+        with pytest.raises(ValueError, match="step 3 cannot be saved: step 2 is held"):
+            await channel.request("save", {"step": 3, "path": str(tmp_path)}, timeout_s=60)
+        saved = await channel.request(
+            "save", {"step": 2, "path": str(tmp_path / "step2")}, timeout_s=60
+        )
         assert saved == {"step": 2, "policy_version": 2, "complete": True}
         await train(channel, 3)
         undisturbed = await exported(channel, tmp_path / "v3", 3)
@@ -315,7 +321,7 @@ async def test_two_pipeline_ranks_answer_as_one_does(release: Path, tmp_path: Pa
         async with initialised(release, folder / "log", num_ranks=num_ranks, **actor) as channel:
             metrics = await train(channel, 1)
             await exported(channel, folder / "v1", 1)
-            await channel.request("save", {"path": str(folder / "step1")}, timeout_s=60)
+            await channel.request("save", {"step": 1, "path": str(folder / "step1")}, timeout_s=60)
             with pytest.raises(Rejected, match="token id 320 is outside the vocabulary of 320"):
                 await train(
                     channel,
@@ -363,7 +369,7 @@ async def test_bf16_actor_trains_and_exports(release: Path, tmp_path: Path) -> N
     async with initialised(release, tmp_path / "rank.log", dtype="bfloat16") as channel:
         first = await exported(channel, tmp_path / "v0", 0)
         await train(channel, 1, num_samples=4)
-        await channel.request("save", {"path": str(tmp_path / "step1")}, timeout_s=60)
+        await channel.request("save", {"step": 1, "path": str(tmp_path / "step1")}, timeout_s=60)
         await train(channel, 2, num_samples=4)
         second = await exported(channel, tmp_path / "v2", 2)
         assert not same(first, second)

@@ -93,7 +93,10 @@ class Operations:
 
     def _train_step(self, payload: dict[str, Any]) -> dict[str, Any]:
         """{batch: packed TrainingBatch} -> metrics, `seconds` by phase, step, policy_version."""
-        metrics = self.actor.train_step(TrainingBatch.unpack(payload["batch"]))
+        batch = TrainingBatch.unpack(payload["batch"])
+        if batch.step != self.actor.step + 1:
+            raise ValueError(f"step {batch.step} cannot follow step {self.actor.step}")
+        metrics = self.actor.train_step(batch)
         return {**metrics, **self._state()}
 
     def _score(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -179,11 +182,13 @@ class Operations:
         self._checkpoints.finish(wait=True)
 
     def _save(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """{path, wait} -> {step, policy_version, complete}: one complete checkpoint directory.
+        """{step, path, wait} -> {step, policy_version, complete}: one complete checkpoint folder.
 
         Unless `wait`, it is written in the background and appears during a later operation.
         """
         actor = self.actor
+        if payload["step"] != actor.step:
+            raise ValueError(f"step {payload['step']} cannot be saved: step {actor.step} is held")
         self._progress("save", actor.step)
         wait = payload.get("wait", True)
         self._checkpoints.start(

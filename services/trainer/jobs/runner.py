@@ -34,7 +34,7 @@ from services.trainer.tracking.process import tracking
 from shared.environment import environment_of
 from shared.errors import TandemError
 from shared.http import HttpClient
-from shared.tasks import end
+from shared.tasks import end, first_of
 from shared.telemetry import bind_process
 
 log = structlog.get_logger()
@@ -85,7 +85,7 @@ class JobRunner:
         while not stop.is_set():
             self._wake.clear()
             if (job := self._store.next_job()) is None:
-                await _first_of(stop, self._wake)
+                await first_of(stop, self._wake)
             else:
                 await self._run_job(job, stop)
 
@@ -185,7 +185,7 @@ class JobRunner:
                 step = conductor.parts.progress.step
                 self._store.note_progress(job.job_id)
             self._wake.clear()
-            await _first_of(stop, self._wake, running, timeout_s=1.0)
+            await first_of(stop, self._wake, running, timeout_s=1.0)
         return None
 
     async def tell_cancelled(self, job_id: str) -> None:
@@ -219,21 +219,3 @@ def _note_cancelled(run_dir: Path, job_id: str, replica: str) -> bool:
     record.close()
     books.close()
     return True
-
-
-async def _first_of(
-    *things: asyncio.Event | asyncio.Task[None], timeout_s: float | None = None
-) -> None:
-    """Until one of the events is set or one of the tasks is done, or the time is over."""
-    waits: set[asyncio.Task[object]] = set()
-    own: list[asyncio.Task[object]] = []
-    for thing in things:
-        if isinstance(thing, asyncio.Event):
-            own.append(asyncio.create_task(thing.wait()))
-        else:
-            waits.add(thing)
-    try:
-        await asyncio.wait(waits | set(own), timeout=timeout_s, return_when="FIRST_COMPLETED")
-    finally:
-        for task in own:
-            await end(task)

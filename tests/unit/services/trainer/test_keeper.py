@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.trainer.books import BOOKS_FILE, Books
-from services.trainer.entries import Draw
+from services.trainer.entries import BooksViolated, Draw
 from services.trainer.events import EventLog, event_maker
 from services.trainer.keeper import MAX_RESTARTS_IN_A_ROW, RankKeeper, StepRefused
 from services.trainer.ranks import RanksLost
@@ -39,6 +39,8 @@ class Ranks:
         if batch in self.world.refuse:
             raise Rejected("not this one")
         self.trained.append(batch)
+        if self.world.late is not None:
+            await self.world.late.wait()
         return {"loss": float(batch)}
 
     async def export(self, policy_version: int, path: Path) -> dict[str, Any]:
@@ -65,6 +67,7 @@ class World:
         self.refuse: set[bytes] = set()
         self.broken: set[int] = set()
         self.hang: asyncio.Event | None = None
+        self.late: asyncio.Event | None = None  # answers of steps that are taken
         self.started: list[Ranks] = []
         self.books = Books(run_dir / BOOKS_FILE)
         self.record = EventLog(run_dir, self.books)
@@ -223,3 +226,58 @@ async def test_every_so_manieth_checkpoint_is_kept_for_good(world: World) -> Non
         await world.train(step)
         await world.keeper.save(step)
     assert [step for step, _ in world.keeper.complete_checkpoints()] == [2, 4, 5]
+
+
+async def test_ranks_that_finished_a_step_for_nobody_are_not_saved_and_replaced(
+    world: World,
+) -> None:
+    """Nobody knows what they hold: whether the step was taken, and what it came to."""
+    await world.keeper.restore()
+    await world.train(1)
+    world.late = asyncio.Event()
+    world.commit(2)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(world.keeper.train(2), 0.05)
+    assert world.started[0].trained == [b"1", b"2"]
+    world.late = None
+    await world.keeper.save_if_newer(2)
+    assert world.keeper.complete_checkpoints() == []
+    assert await world.keeper.train(2) == {"loss": 2.0}
+    assert [ranks.stopped for ranks in world.started] == [True, False]
+    assert world.started[1].trained == [b"1", b"2"]
+    await world.keeper.save_if_newer(2)
+    assert [step for step, _ in world.keeper.complete_checkpoints()] == [2]
+
+
+async def test_what_is_not_trained_yet_is_not_saved(world: World) -> None:
+    await world.keeper.restore()
+    await world.train(1)
+    world.commit(2)
+    await world.keeper.save_if_newer(2)
+    assert world.keeper.complete_checkpoints() == []
+
+
+async def test_a_step_that_a_checkpoint_holds_is_never_trained_again(world: World) -> None:
+    """Its result is lost, and its batch may be."""
+    await world.keeper.restore()
+    await world.train(1, 2)
+    await world.keeper.save(2)
+    again = World(world.record.path.parent)
+    await again.keeper.restore()
+    assert await again.keeper.train(2) == {}
+    assert again.started[0].trained == [b"1", b"2"]
+    again.record.close()
+    again.books.close()
+
+
+async def test_a_checkpoint_that_holds_another_step_is_passed_over(world: World) -> None:
+    await world.keeper.restore()
+    await world.train(1, 2)
+    await world.keeper.save(2)
+    (_, path) = world.keeper.complete_checkpoints()[0]
+    path.rename(path.with_name("step00000003"))
+    world.commit(3)
+    world.lose_at = [b"3"]
+    with pytest.raises(BooksViolated):  # there is no other
+        await world.keeper.train(3)
+    assert "checkpoint_refused" in world.names
