@@ -8,6 +8,7 @@ from shared.registry import Replica
 
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
+MAX_DOUBLINGS = 10
 REGISTRY_DELAY_S = 3.0  # a record may be this much older than what a commit answered
 MAX_REFUSALS = 3  # of one version, by each server, before that is the job's problem
 
@@ -73,7 +74,8 @@ class Server:
         if is_refusal:
             before, times = self._refused
             self._refused = (version, times + 1 if before == version else 1)
-        backoff_s = min(FIRST_BACKOFF_S * 2.0**self.failures, MAX_BACKOFF_S)
+        doublings = min(self.failures, MAX_DOUBLINGS)  # 2.0**1024 is no float
+        backoff_s = min(FIRST_BACKOFF_S * 2.0**doublings, MAX_BACKOFF_S)
         self.failures += 1
         self.last_error = error
         self.retry_at_s = time.monotonic() + backoff_s

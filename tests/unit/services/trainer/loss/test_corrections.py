@@ -105,3 +105,9 @@ def test_drift_metrics_by_hand() -> None:
 def test_drift_of_nothing_is_zero() -> None:
     metrics = drift_metrics(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool))
     assert set(metrics.values()) == {0.0}
+
+
+def test_drift_of_more_tokens_than_torch_has_quantiles_of() -> None:
+    many = torch.zeros(2**24 + 1)
+    metrics = drift_metrics(many, many, torch.ones(len(many), dtype=torch.bool))
+    assert set(metrics.values()) == {0.0}
