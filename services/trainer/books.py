@@ -13,7 +13,7 @@ import math
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,10 @@ class Books:
             self._db.close()
 
     def copy_to(self, path: Path) -> None:
-        """All that stands in them, consistent, in a new file."""
-        copy = sqlite3.connect(path)
-        try:
-            with self._lock:
-                self._db.backup(copy)
-        finally:
-            copy.close()
+        """All that stands in them, consistent, in a new file. Others read and write meanwhile: it
+        may be gigabytes of batches."""
+        with closing(sqlite3.connect(self.path)) as source, closing(sqlite3.connect(path)) as copy:
+            source.backup(copy)
 
     # Groups
 

@@ -65,7 +65,7 @@ def complete_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
 
 def add_books(books: Books, path: Path) -> None:
     """Have the checkpoint that is written to `path` contain what stands in the books now: which
-    prompts were drawn, which groups are open, which versions and steps there were."""
+    prompts were drawn, which groups are open, which versions and steps there were. Blocks."""
     folder = job_state_of(path)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,5 +1,6 @@
 import contextlib
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,18 @@ def test_steps_follow_each_other(books: Books) -> None:
     with pytest.raises(BooksViolated, match="step 2 cannot follow step 0"):
         commit(books, 2, ids)
     assert books.num_open() == 2
+
+
+def test_a_copy_keeps_nobody_waiting(tmp_path: Path, books: Books) -> None:
+    """Not even a write that is under way: it is not in the copy."""
+    commit(books, 1, open_groups(books, 1))
+    with ThreadPoolExecutor(1) as threads, books._writing():
+        books._note_event(event("later"))
+        threads.submit(books.copy_to, tmp_path / "copy.sqlite").result(timeout=5)
+    copied = Books(tmp_path / "copy.sqlite")
+    assert copied.redo_body(1) == b"batch 1"
+    assert copied.journal(0) == []
+    copied.close()
 
 
 def test_result_of_a_step_is_kept_once(books: Books) -> None:
