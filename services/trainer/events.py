@@ -11,6 +11,7 @@ itself says what it already has.
 import asyncio
 import json
 import math
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from shared.telemetry import now_s
 log = structlog.get_logger()
 EVENTS_FILE = "events.jsonl"
 BLOCK_S = 0.4
+TRIM_EVERY = 1000  # events
 OnEvent = Callable[[Event], Awaitable[None]]
 
 
@@ -99,6 +101,10 @@ class EventLog:
         self._at = _Position(self._at.num_lines, self._at.seq, stream_id)
         self._file.flush()
 
+    def settle(self) -> None:
+        """Have all that was taken on disk."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -110,8 +116,12 @@ class EventLog:
 async def follow_events(
     redis: Redis, job_id: str, record: EventLog, on_event: OnEvent, stop: asyncio.Event
 ) -> None:
-    """Copy the events of the other services until `stop`; each also goes to `on_event`."""
+    """Copy the events of the other services until `stop`; each also goes to `on_event`.
+
+    What is copied, and on disk, leaves the broker.
+    """
     stream = topology.events(job_id)
+    num_copied = 0
     while not stop.is_set():
         for entry_id, body in await read_from(redis, stream, record.stream_id, BLOCK_S):
             try:
@@ -128,6 +138,11 @@ async def follow_events(
                 )
             await on_event(event)  # first: after a crash it is told once more, never not at all
             record.take(entry_id, event)
+            num_copied += 1
+        if num_copied >= TRIM_EVERY:
+            await asyncio.to_thread(record.settle)
+            await redis.xtrim(stream, minid=record.stream_id, approximate=False)
+            num_copied = 0
 
 
 class EventTail:

@@ -1,11 +1,23 @@
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.entries import Draw
-from services.trainer.events import EVENTS_FILE, EventLog, EventTail, event_maker
+from services.trainer.events import (
+    EVENTS_FILE,
+    TRIM_EVERY,
+    EventLog,
+    EventTail,
+    event_maker,
+    follow_events,
+)
+from shared import topology
+from shared.messages import Event
+from shared.streams import publish_many
 
 make = event_maker("j", "trainer-0")
 
@@ -54,6 +66,26 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path, books: Books) -> No
     record.close()
     body = json.loads((tmp_path / EVENTS_FILE).read_text())
     assert body["fields"] == {"a": None, "b": [None, {"c": None}], "d": 1.5}
+
+
+async def test_copied_events_leave_the_broker(redis: Redis, tmp_path: Path, books: Books) -> None:
+    stream = topology.events("j")
+    record, stop = EventLog(tmp_path, books), asyncio.Event()
+
+    async def on_event(event: Event) -> None:
+        if event.name == "last":
+            stop.set()
+
+    bodies = [make("other").pack()] * (2 * TRIM_EVERY) + [make("last").pack()]
+    await publish_many(redis, stream, bodies)
+    await asyncio.wait_for(follow_events(redis, "j", record, on_event, stop), 20)
+    assert len(names(tmp_path)) == 2 * TRIM_EVERY + 1
+    assert await redis.xlen(stream) <= 2
+    stop.clear()
+    await publish_many(redis, stream, [make("last").pack()])  # it goes on from where it was
+    await asyncio.wait_for(follow_events(redis, "j", record, on_event, stop), 20)
+    assert names(tmp_path)[-2:] == ["last", "last"]
+    record.close()
 
 
 def test_tail_gives_complete_lines_with_their_numbers(tmp_path: Path) -> None:
