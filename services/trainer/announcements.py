@@ -41,6 +41,7 @@ async def retire_others(redis: Redis, running: Sequence[str]) -> None:
     if known is not None and known.state == "active" and known.job_id not in running:
         ended = known.model_copy(update={"state": "finished"}).pack()
         await announce(redis, topology.JOB_CHANGES, ended, current_key=topology.JOB_CURRENT)
+        await let_expire(redis, known.job_id)
 
 
 async def let_expire(redis: Redis, job_id: str) -> None:

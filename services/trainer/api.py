@@ -329,7 +329,7 @@ async def _asked(state: _State, job_id: str, what: str, job_then: Job | None = N
             job = state.store.ask(job_id, "pause" if what == "pause" else "cancel")
     except WrongState as err:
         raise HTTPException(409, str(err)) from err
-    if (before, job.state) == ("paused", "cancelled"):
+    if before in ("queued", "paused") and job.state == "cancelled":
         await state.runner.tell_cancelled(job_id)
     state.runner.look()
     return await state.status(job)

@@ -113,6 +113,13 @@ async def until_key(redis: Redis, key: str) -> None:
             await asyncio.sleep(0.05)
 
 
+async def until_expiring(redis: Redis, key: str) -> None:
+    """A key that is there for good has a time to live of -1."""
+    async with asyncio.timeout(10):
+        while await redis.ttl(key) < 0:  # noqa: ASYNC110  another process's doing
+            await asyncio.sleep(0.05)
+
+
 @pytest.fixture
 def config(tmp_path: Path, redis_url: str, redis: Redis) -> TrainerConfig:
     return make_config(tmp_path, redis_url)
@@ -411,6 +418,35 @@ async def test_job_in_progress_is_taken_up_by_the_next_process(
         await trainer.until_state(job_id, "running")
         lines = (config.runs_dir / job_id / "events.jsonl").read_text().splitlines()
         assert [json.loads(line)["name"] for line in lines].count("job_started") <= 2
+
+
+async def test_job_that_cannot_be_taken_up_again_is_over_for_everybody(
+    config: TrainerConfig, redis: Redis, tmp_path: Path
+) -> None:
+    async with running(config, tmp_path) as trainer:
+        job_id = await trainer.submit()
+        await until_key(redis, topology.weights_current(job_id))
+    (tmp_path / "rows.jsonl").unlink()
+    async with running(config, tmp_path) as trainer:
+        status = await trainer.until_state(job_id, "failed")
+        assert "rows.jsonl" in status["error"]
+        await until_expiring(redis, topology.weights_current(job_id))
+    announced = JobAnnounced.unpack(await redis.get(topology.JOB_CURRENT))
+    assert (announced.job_id, announced.state) == (job_id, "finished")
+
+
+async def test_the_broker_forgets_a_job_that_is_cancelled_while_it_waits_to_go_on(
+    trainer: Trainer, redis: Redis
+) -> None:
+    first, second = [await trainer.submit() for _ in range(2)]
+    await until_key(redis, topology.weights_current(first))
+    await trainer.http.post(f"/v1/jobs/{first}/pause")
+    await trainer.until_state(second, "running")
+    assert await redis.ttl(topology.weights_current(first)) == -1
+    resumed = await trainer.http.post(f"/v1/jobs/{first}/resume")
+    assert resumed.json()["state"] == "queued"
+    await trainer.http.post(f"/v1/jobs/{first}/cancel")
+    await until_expiring(redis, topology.weights_current(first))
 
 
 async def test_events_are_streamed_to_the_end(trainer: Trainer) -> None:

@@ -101,17 +101,23 @@ class JobRunner:
         log.info("job_begins", job_id=job.job_id, attempt=job.attempts)
         if job.attempts > MAX_ATTEMPTS:
             error = f"the trainer died {MAX_ATTEMPTS} times in a row without making a step"
-            self._store.end(job.job_id, "failed", error)
+            await self._fail(job, error)
             return
         try:
             parts = await self._open(job)
         except (TandemError, ValueError, OSError) as err:
             log.warning("job_cannot_begin", job_id=job.job_id, error=str(err))
-            self._store.end(job.job_id, "failed", f"{type(err).__name__}: {err}")
+            await self._fail(job, f"{type(err).__name__}: {err}")
             return
         replays = job.job.mode == "train_only"
         async with tracking(job.job.tracking, self.run_dir(job.job_id)):
             await self._conduct(Replayer(parts) if replays else Conductor(parts), job, stop)
+
+    async def _fail(self, job: StoredJob, error: str) -> None:
+        """It was running, perhaps, and others still serve it; no conductor tells them."""
+        self._store.end(job.job_id, "failed", error)
+        await retire_others(self._redis, [])
+        await let_expire(self._redis, job.job_id)
 
     async def _open(self, job: StoredJob) -> Parts:
         run_dir = self.run_dir(job.job_id)
@@ -189,10 +195,11 @@ class JobRunner:
         return None
 
     async def tell_cancelled(self, job_id: str) -> None:
-        """A paused job was cancelled: no conductor tells it, and its report still says paused."""
+        """A job was cancelled while it waited: no conductor tells it, and if it ran before, the
+        broker still has its keys, and its report says paused."""
+        await let_expire(self._redis, job_id)
         run_dir = self.run_dir(job_id)
         if await asyncio.to_thread(_note_cancelled, run_dir, job_id, self._config.name):
-            await let_expire(self._redis, job_id)
             await self.reports.write(run_dir)
 
     def _torchrun(self, job: StoredJob, run_dir: Path) -> StartRanks:
