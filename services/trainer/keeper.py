@@ -274,18 +274,26 @@ class RankKeeper:
 
     async def _replay(self, ranks: RankSet, steps: Sequence[int]) -> None:
         self.replayed = {}
+        taken = {
+            made.step
+            for made in self._books.steps(min(steps, default=1))
+            if made.result is not None
+        }
         for step in steps:
             body = await asyncio.to_thread(self._books.redo_body, step)
-            self.replayed[step] = (await self._train(ranks, step, body)).result
+            trained = await self._train(ranks, step, body, is_replay=step in taken)
+            self.replayed[step] = trained.result
         if steps:
             log.info("steps_replayed", first=steps[0], last=steps[-1])
             self._record.note(self._events("replayed", steps=list(steps)))
 
-    async def _train(self, ranks: RankSet, step: int, body: bytes) -> "_Trained":
+    async def _train(
+        self, ranks: RankSet, step: int, body: bytes, *, is_replay: bool = False
+    ) -> "_Trained":
         """What they hold is certain again once they have answered, whoever waits for it."""
         self._held = None
         try:
-            result = await ranks.train_step(body)
+            result = await ranks.train_step(body, is_replay=is_replay)
         except Rejected as err:
             if not isinstance(err, LeftHalfway):
                 self._held = step - 1

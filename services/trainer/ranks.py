@@ -79,7 +79,7 @@ class RankSet(Protocol):
     """What the rest of the conductor asks of the ranks. Every call may raise `RanksLost`."""
 
     async def load(self, path: Path, reference: Path | None = None) -> int: ...
-    async def train_step(self, batch: bytes) -> dict[str, Any]: ...
+    async def train_step(self, batch: bytes, *, is_replay: bool = False) -> dict[str, Any]: ...
     async def export(
         self, policy_version: int, path: Path, base: Path | None = None
     ) -> dict[str, Any]: ...
@@ -166,9 +166,10 @@ class Ranks:
         answer = await self._ask("load", payload, self._deadlines.load_s)
         return int(answer["step"])
 
-    async def train_step(self, batch: bytes) -> dict[str, Any]:
+    async def train_step(self, batch: bytes, *, is_replay: bool = False) -> dict[str, Any]:
         """Take the step of a packed `TrainingBatch`; raises `Rejected` if the ranks refuse it."""
-        return await self._ask("train_step", {"batch": batch}, self._deadlines.step_s)
+        what = {"batch": batch, "is_replay": is_replay}
+        return await self._ask("train_step", what, self._deadlines.step_s)
 
     async def export(
         self, policy_version: int, path: Path, base: Path | None = None

@@ -122,7 +122,7 @@ class FakeRanks:
         self.weights, self.step = bytes.fromhex(saved["weights"]), saved["step"]
         return self.step
 
-    async def train_step(self, batch: bytes) -> dict[str, Any]:
+    async def train_step(self, batch: bytes, *, is_replay: bool = False) -> dict[str, Any]:
         unpacked = TrainingBatch.unpack(batch)
         if gate := self.gates.get(unpacked.step):
             await gate.wait()

@@ -310,6 +310,7 @@ def test_a_policy_far_from_the_samplers_is_not_trained(release: Path, updates: i
     with pytest.raises(Rejected, match=r"mean \|delta log p\|.*= 0.1; the weights are unchanged"):
         actor.train_step(batch())
     assert all(torch.equal(before[name], tensor) for name, tensor in held(actor).items())
+    assert actor.train_step(batch(), is_replay=True)["delta_logprob_mean"] > 0.1  # as it once was
 
 
 def test_a_refused_step_can_be_followed_by_a_good_one(release: Path) -> None:

@@ -107,16 +107,18 @@ class Actor:
         """Of this rank."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def train_step(self, batch: TrainingBatch) -> dict[str, Any]:
+    def train_step(self, batch: TrainingBatch, *, is_replay: bool = False) -> dict[str, Any]:
         """One step on `batch`: its metrics by name, `seconds` by phase, and `logprobs`, FP32 of all
         response tokens before the step.
 
         The batch is cut in `updates_per_batch` parts (sample i goes to part i modulo that), each
         with its own optimiser update and denominators. Log-probabilities of the actor at the start
         of the step cost a pass of their own only with several updates or a KL in the reward, and
-        those of the reference one more.
+        those of the reference one more. A replay, of a step that was taken once, is not refused for
+        its drift: others trained on from it.
         """
         algorithm = SUPERVISED if batch.supervised else self.job.algorithm
+        checks_drift = not (batch.supervised or is_replay)
         if algorithm.kl.coefficient and self._reference is None:
             self._take_reference()
         tokens = response_tokens(
@@ -132,7 +134,8 @@ class Actor:
         with clock("logprobs"):
             if updates > 1 or algorithm.kl_in_reward:
                 old = self._score(tokens.sequences, batch.temperature).logprobs
-                self._check_drift(old, tokens, batch.step)
+                if checks_drift:
+                    self._check_drift(old, tokens, batch.step)
             reference = None
             if algorithm.kl.coefficient:
                 reference = self._score_reference(tokens.sequences, batch.temperature)
@@ -143,7 +146,10 @@ class Actor:
         for update in range(updates):
             part, places = tokens.part(update, updates)
             before = _Scored(old, reference).at(places)
-            result = self._update(part, before, batch, clock, first=update == 0)
+            checks_part = checks_drift and old is None
+            result = self._update(
+                part, before, batch, clock, first=update == 0, checks_drift=checks_part
+            )
             record.put(places, result.record)
             results.append(result)
         self.step, self.policy_version = batch.step, batch.policy_version + 1
@@ -275,6 +281,7 @@ class Actor:
         clock: Clock,
         *,
         first: bool,
+        checks_drift: bool,
     ) -> "_UpdateResult":
         """Gradients of `tokens`, then one optimiser update."""
         algorithm = SUPERVISED if batch.supervised else self.job.algorithm
@@ -311,7 +318,7 @@ class Actor:
             )
         with clock("optimizer"):
             self._check_finite(loss, batch.step, first=first)
-            if before.old is None and not batch.supervised:
+            if checks_drift:
                 self._check_drift(record.logprobs, tokens, batch.step)
             settings = self._optimizer_settings(batch)
             learning_rate = set_learning_rate(self.optimizer, settings, batch.step)

@@ -92,11 +92,11 @@ class Operations:
         return {**self._state(), "num_parameters": self._actor.num_parameters}
 
     def _train_step(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """{batch: packed TrainingBatch} -> metrics, `seconds` by phase, step, policy_version."""
+        """{batch: packed TrainingBatch, is_replay} -> metrics, `seconds` by phase, and `_state`."""
         batch = TrainingBatch.unpack(payload["batch"])
         if batch.step != self.actor.step + 1:
             raise ValueError(f"step {batch.step} cannot follow step {self.actor.step}")
-        metrics = self.actor.train_step(batch)
+        metrics = self.actor.train_step(batch, is_replay=payload.get("is_replay", False))
         return {**metrics, **self._state()}
 
     def _score(self, payload: dict[str, Any]) -> dict[str, Any]:

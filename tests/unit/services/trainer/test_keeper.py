@@ -20,6 +20,7 @@ class Ranks:
     def __init__(self, world: "World") -> None:
         self.world = world
         self.trained: list[bytes] = []
+        self.replayed: list[bytes] = []  # of those
         self.stopped = False
 
     async def load(self, path: Path, reference: Path | None = None) -> int:
@@ -30,7 +31,9 @@ class Ranks:
         self.trained = [b"%d" % step for step in range(1, saved["step"] + 1)]
         return int(saved["step"])
 
-    async def train_step(self, batch: bytes) -> dict[str, Any]:
+    async def train_step(self, batch: bytes, *, is_replay: bool = False) -> dict[str, Any]:
+        if is_replay:
+            self.replayed.append(batch)
         if self.world.hang is not None and self is not self.world.started[0]:
             await self.world.hang.wait()
         if batch in self.world.lose_at:
@@ -281,3 +284,15 @@ async def test_a_checkpoint_that_holds_another_step_is_passed_over(world: World)
     with pytest.raises(BooksViolated):  # there is no other
         await world.keeper.train(3)
     assert "checkpoint_refused" in world.names
+
+
+async def test_ranks_are_told_which_steps_were_taken_before(world: World) -> None:
+    """They may refuse a step of which nobody has a result, and no other."""
+    await world.keeper.restore()
+    for step in (1, 2):
+        await world.train(step)
+        world.books.keep_result(step, {})
+    world.lose_at = [b"3"]
+    await world.train(3)
+    assert world.started[-1].trained == [b"1", b"2", b"3"]
+    assert world.started[-1].replayed == [b"1", b"2"]
