@@ -5,13 +5,14 @@ changes; one that is gone leaves its samples out.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import structlog
 
 from services.trainer.events import EventLog, EventMaker
-from services.trainer.keeper import RankKeeper
+from services.trainer.keeper import Climbers, RankKeeper
 from services.trainer.versions import VersionStore
 from shared.errors import WeightsCorrupt
 from shared.job_proof import AttributionSection
@@ -46,31 +47,38 @@ class DriftAttribution:
     async def tell(self, batch: TrainingBatch) -> None:
         """Note an event; a job whose ranks cannot say is not asked again."""
         try:
-            found = await self.of(batch, held=batch.policy_version)
+            found = await self.of(batch, held=lambda: batch.policy_version)
         except (ValueError, WeightsCorrupt) as err:
             self._can = isinstance(err, NothingToAttribute | WeightsCorrupt)
             log.warning("drift_not_attributed", step=batch.step, error=str(err))
             return
         self._record.note(self._events("drift_attributed", step=batch.step, **fields_of(found)))
 
-    async def of(self, batch: TrainingBatch, *, held: int) -> Attribution:
-        """Of the batch's first samples, under version `held`, which the ranks have.
+    async def of(self, batch: TrainingBatch, *, held: Callable[[], int]) -> Attribution:
+        """Of the batch's first samples; `held` says which version the ranks have at our turn.
 
         ValueError where the ranks cannot say, `NothingToAttribute` without a sample of a version
         that can be had; WeightsCorrupt where one cannot be rebuilt.
         """
-        samples = await asyncio.to_thread(self._usable, batch, held)
-        others = {version for one in samples for version in _versions(one)} - {held}
-        folders = await asyncio.to_thread(self._store.lend, others)
+        chosen = Climbers([], {})
+
+        async def choose() -> Climbers:
+            nonlocal chosen
+            chosen = await asyncio.to_thread(self._choose, batch, held())
+            return chosen
+
         try:
-            ladder = await self._keeper.climb(
-                [one.pack() for one in samples], temperature=batch.temperature, folders=folders
-            )
+            ladder = await self._keeper.climb(choose, temperature=batch.temperature)
         finally:
-            self._store.take_back(others)
-        sampler = np.concatenate([one.sampler_logprobs for one in samples]).astype(np.float64)
+            self._store.take_back(chosen.folders)
+        sampler = np.concatenate([one.sampler_logprobs for one in chosen.samples])
         rungs = {name: np.array(values, np.float64) for name, values in ladder.items()}
-        return attribute(sampler, rungs)
+        return attribute(sampler.astype(np.float64), rungs)
+
+    def _choose(self, batch: TrainingBatch, held: int) -> Climbers:
+        samples = self._usable(batch, held)
+        others = {version for one in samples for version in _versions(one)} - {held}
+        return Climbers(samples, self._store.lend(others))
 
     def _usable(self, batch: TrainingBatch, held: int) -> list[TrainingSample]:
         """The first samples whose versions can all be had."""

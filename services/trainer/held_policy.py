@@ -36,17 +36,26 @@ class HeldPolicy:
         """Inner states of the ranks, packed; LookupError when `policy_version` is another."""
         return await self._parts.keeper.trace(request, check=lambda: self._held(policy_version))
 
-    async def attribute(self) -> tuple[int, Attribution]:
-        """The last trained step, and where its |Δ log p| comes from under the weights held now.
+    async def attribute(self) -> tuple[int, int, Attribution]:
+        """A step, the version held, and where |Δ log p| of the step comes from under that.
 
-        LookupError while there is none.
+        The step is the last that was trained when asked. LookupError while there is none.
         """
         p = self._parts
-        steps = p.books.redo_held()
+        taken = {made.step for made in p.books.steps() if made.result is not None}
+        steps = [step for step in p.books.redo_held() if step in taken]
         if not steps:
             raise LookupError("no step is in the redo log yet: ask again after the next one")
         batch = TrainingBatch.unpack(await asyncio.to_thread(p.books.redo_body, steps[-1]))
-        return batch.step, await p.drift.of(batch, held=self.version)
+        held = -1
+
+        def check() -> int:
+            nonlocal held
+            held = self._held(None)
+            return held
+
+        found = await p.drift.of(batch, held=check)
+        return batch.step, held, found
 
     def _held(self, wanted: int | None) -> int:
         held = self.version

@@ -52,12 +52,11 @@ async def attribution(request: Request) -> Attributed:
     if conductor is None:
         raise HTTPException(409, NO_JOB_TO_ATTRIBUTE)
     try:
-        step, found = await conductor.policy.attribute()
+        step, version, found = await conductor.policy.attribute()
     except (LookupError, ValueError, WeightsCorrupt) as err:
         raise HTTPException(409, str(err)) from err
     except RanksLost as err:
         raise HTTPException(503, str(err)) from err
-    version = conductor.parts.progress.policy_version
     return Attributed(step=step, policy_version=version, **fields_of(found))
 
 

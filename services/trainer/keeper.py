@@ -25,6 +25,7 @@ from services.trainer.checkpoint_folder import (
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.ranks import RankSet, RanksLost, RanksStalled
 from shared.errors import LeftHalfway, Rejected, RemoteError, TandemError, WeightsCorrupt
+from shared.messages import TrainingSample
 from shared.parity.trace import TraceRounding
 from shared.telemetry import counter
 from shared.weights.protocol import GroupTransfer
@@ -140,11 +141,16 @@ class RankKeeper:
             return await self._insist(lambda ranks: ranks.trace(request, version))
 
     async def climb(
-        self, samples: Sequence[bytes], *, temperature: float, folders: Mapping[int, Path]
+        self, choose: Callable[[], Awaitable["Climbers"]], *, temperature: float
     ) -> dict[str, list[float]]:
-        """Log p of all response tokens by rung of the attribution."""
+        """Log p of all response tokens by rung of the attribution; `choose` is called when it is
+        our turn, for what is held then decides which other versions are needed."""
         async with self._turn:
-            return await self._insist(lambda ranks: ranks.climb(samples, temperature, folders))
+            chosen = await choose()
+            samples = [one.pack() for one in chosen.samples]
+            return await self._insist(
+                lambda ranks: ranks.climb(samples, temperature, chosen.folders)
+            )
 
     async def spans(self, max_spans: int) -> list[dict[str, Any]]:
         """For a profile: what each rank did. Ranks that were lost meanwhile have nothing to say."""
@@ -310,6 +316,13 @@ class RankKeeper:
             (path / COMPLETE_FILE).unlink()  # first: half of it is no checkpoint
             shutil.rmtree(path)
         self._books.trim_redo(complete[-self._keep_checkpoints :][0][0])
+
+
+class Climbers(NamedTuple):
+    """Samples, and where the versions that sampled them are, but for the one held."""
+
+    samples: list[TrainingSample]
+    folders: Mapping[int, Path]
 
 
 class _Trained(NamedTuple):

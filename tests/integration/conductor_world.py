@@ -43,9 +43,11 @@ from shared.messages import (
     Score,
     ScoredGroup,
     TrainingBatch,
+    TrainingSample,
     VersionSpan,
     WeightsAnnounced,
 )
+from shared.parity.attribution import RUNGS
 from shared.parity.trace import Traced, TraceRequest
 from shared.registry import Replica, register, unregister
 from shared.streams import Consumer, announce, publish
@@ -113,6 +115,8 @@ class FakeRanks:
     references: dict[int, bytes] = field(default_factory=dict)  # by step that it was used in
     reference: bytes | None = None
     gates: dict[int, asyncio.Event] = field(default_factory=dict)  # a step waits for its own
+    has_model: bool = False
+    climbed: list[list[int]] = field(default_factory=list)  # versions other than the one held
 
     async def load(self, path: Path, reference: Path | None = None) -> int:
         saved = json.loads((path / "complete.json").read_text())
@@ -188,7 +192,12 @@ class FakeRanks:
     async def climb(
         self, samples: Sequence[bytes], temperature: float, folders: Mapping[int, Path]
     ) -> dict[str, list[float]]:
-        raise ValueError("these ranks have no model")
+        """One rung is as good as another."""
+        if not self.has_model:
+            raise ValueError("these ranks have no model")
+        self.climbed.append(sorted(folders))
+        sizes = [len(TrainingSample.unpack(body).sampler_logprobs) for body in samples]
+        return {rung: [-1.0] * sum(sizes) for rung in RUNGS}
 
     async def spans(self, max_spans: int) -> list[dict[str, Any]]:
         self._fault("spans")

@@ -575,6 +575,27 @@ async def test_a_rollback_to_a_version_with_a_missing_file_is_told_and_costs_not
         assert len(world.events("rollback_failed")) == 2
 
 
+async def test_drift_is_attributed_under_the_version_that_is_held_then(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """Asked while step 2 is trained: of step 1, whose weights are another version's by our turn."""
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        world.gates[2] = asyncio.Event()
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await until(lambda: conductor.parts.progress.step == 2)
+        assert world.ranks is not None
+        world.ranks.has_model = True
+        asking = asyncio.create_task(conductor.policy.attribute())
+        await until(lambda: bool(conductor.parts.keeper._turn._waiters))
+        world.gates[2].set()
+        step, held, found = await asyncio.wait_for(asking, 20)
+        assert (step, held, found.num_tokens) == (1, 2, 3 * 2 * 4)
+        assert world.ranks.climbed == [[0]]  # which sampled step 1
+        await asyncio.wait_for(running, 40)
+        await conductor.close("finished")
+
+
 async def test_cancelled_job_leaves_nothing_running(redis: Redis, tmp_path: Path) -> None:
     async with running_world(redis, tmp_path / "run", job=make_job(steps=1000)) as world:
         conductor = world.conductor()
