@@ -7,9 +7,11 @@ activations stay unrounded, since a rounding flips codes between implementations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -105,12 +107,40 @@ def assert_logprobs(
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
+class Model(Protocol):
+    """What an engine serves, and the truth about it."""
+
+    vocab_size: int
+    vector: str  # the name of a tensor with one axis
+
+    def variant(self, seed: int) -> dict[str, Tensor]:
+        """Stored tensors; the same seed is the same version, 0 what the engine started with."""
+
+    def logprobs(self, stored: Mapping[str, Tensor], token_ids: list[int]) -> np.ndarray:
+        """FP32 of tokens 1.. ."""
+
+    def assert_logprobs(
+        self, found: np.ndarray, stored: Mapping[str, Tensor], token_ids: list[int], span: slice
+    ) -> None:
+        """`found` is right for `span` of tokens 1.. ."""
+
+
+class TinyDeepseekV4:
+    vocab_size = Architecture.load(CHECKPOINT).vocab_size
+    vector = "layers.1.attn_norm.weight"
+    variant = staticmethod(variant)
+    logprobs = staticmethod(reference_logprobs)
+    assert_logprobs = staticmethod(assert_logprobs)
+
+
 @dataclass
 class World:
     """One engine, and every version that it was given."""
 
-    engine: Engine
+    engine: Engine  # or what answers like one
     folder: Path
+    model: Model = field(default_factory=TinyDeepseekV4)
+    long: int = 180  # tokens of a completion that runs on while a version comes
     stored: dict[int, dict[str, Tensor]] = field(default_factory=dict, repr=False)
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
@@ -128,7 +158,7 @@ class World:
         self.stored[version] = stored
         expected = stored if probed_as is None else probed_as
         sequences = [
-            ProbeSequence(token_ids=ids, logprobs=reference_logprobs(expected, ids).tolist())
+            ProbeSequence(token_ids=ids, logprobs=self.model.logprobs(expected, ids).tolist())
             for ids in PROBE
         ]
         probe = Probe(sequences=sequences, max_mean_abs_delta=1e-3)
@@ -166,7 +196,8 @@ class World:
         at = 0
         for version, num in completion.version_spans:
             span = slice(begin + at, begin + at + num)
-            assert_logprobs(completion.logprobs[at : at + num], self.stored[version], ids, span)
+            found = completion.logprobs[at : at + num]
+            self.model.assert_logprobs(found, self.stored[version], ids, span)
             at += num
 
     async def until_running(self, num: int) -> None:
@@ -176,7 +207,7 @@ class World:
 
 
 async def test_samples_carry_the_references_logprobs(world: World) -> None:
-    await world.activate(variant(0))
+    await world.activate(world.model.variant(0))
     completions = await world.generate(world.request(samples=4, tokens=16))
     assert [one.finish_reason for one in completions] == ["length"] * 4
     assert [len(one.token_ids) for one in completions] == [16] * 4
@@ -186,9 +217,9 @@ async def test_samples_carry_the_references_logprobs(world: World) -> None:
 
 
 async def test_a_stop_token_ends_a_sample_and_is_kept(world: World) -> None:
-    result = await world.activate(variant(0))
+    result = await world.activate(world.model.variant(0))
     free = (await world.generate(world.request(samples=1, tokens=12)))[0]
-    stops = tuple(range(Architecture.load(CHECKPOINT).vocab_size))
+    stops = tuple(range(world.model.vocab_size))
     stopped = (await world.generate(world.request(samples=1, tokens=12, stops=stops)))[0]
     assert stopped.finish_reason == "stop"
     assert len(stopped.token_ids) == len(stopped.logprobs) == 1
@@ -197,22 +228,41 @@ async def test_a_stop_token_ends_a_sample_and_is_kept(world: World) -> None:
     world.check(stopped)
 
 
+async def test_a_group_ends_early_once_enough_of_its_samples_are_complete(world: World) -> None:
+    """Those that are not needed any more are cut short, and nothing of them runs on."""
+    good = await world.activate(world.model.variant(0))
+    begun = await world.generate(world.request(samples=2, tokens=110))
+    request = world.request(samples=6, tokens=116, partial=dict(enumerate(begun)))
+    completions = await world.generate(replace(request, enough=2))
+    assert [one.finish_reason for one in completions] == ["length"] * 2 + ["abort"] * 4
+    assert [len(one.token_ids) for one in completions[:2]] == [116] * 2
+    for one in completions:
+        assert {version for version, _ in one.version_spans} <= {good.version}
+        world.check(one)
+    assert max(len(one.token_ids) for one in completions[2:]) < 116
+    async with asyncio.timeout(20):
+        while world.engine.load.running:  # noqa: ASYNC110  the engine tells it, nobody is woken
+            await asyncio.sleep(0.05)
+
+
 async def test_scores_are_the_references_and_of_the_version_asked_for(world: World) -> None:
-    result = await world.activate(variant(0))
+    result = await world.activate(world.model.variant(0))
     answer = await world.engine.score(
         PROBE, temperature=1.0, policy_version=result.version, timeout_s=CALL_S
     )
     assert answer["policy_version"] == result.version
     for raw, ids in zip(answer["logprobs"], PROBE, strict=True):
-        assert_logprobs(np.frombuffer(raw, "<f4"), variant(0), ids, slice(None))
+        world.model.assert_logprobs(
+            np.frombuffer(raw, "<f4"), world.model.variant(0), ids, slice(None)
+        )
     with pytest.raises(Exception, match="is not held"):
         await world.engine.score(PROBE, temperature=1.0, policy_version=10_000, timeout_s=CALL_S)
 
 
 async def test_updates_there_and_back_equal_the_first_load(world: World) -> None:
-    first = await world.activate(variant(0))
-    other = await world.activate(variant(1))
-    again = await world.activate(variant(0))
+    first = await world.activate(world.model.variant(0))
+    other = await world.activate(world.model.variant(1))
+    again = await world.activate(world.model.variant(0))
     assert first.effective_checksum == again.effective_checksum != other.effective_checksum
     assert world.engine.policy_version == again.version
     await test_scores_are_the_references_and_of_the_version_asked_for(world)
@@ -222,29 +272,29 @@ async def test_updates_there_and_back_equal_the_first_load(world: World) -> None
 async def test_an_update_in_mid_generation_gives_exact_spans(
     world: World, pause_mode: PauseMode
 ) -> None:
-    before = await world.activate(variant(0))
-    running = asyncio.create_task(world.generate(world.request(samples=4, tokens=180)))
+    before = await world.activate(world.model.variant(0))
+    running = asyncio.create_task(world.generate(world.request(samples=4, tokens=world.long)))
     await world.until_running(4)
-    after = await world.activate(variant(1), pause_mode=pause_mode)
+    after = await world.activate(world.model.variant(1), pause_mode=pause_mode)
     completions = await running
     assert {one.finish_reason for one in completions} == {"length"}
     versions = [[version for version, _ in one.version_spans] for one in completions]
     assert [before.version, after.version] in versions
     for one in completions:
-        assert len(one.token_ids) == 180
+        assert len(one.token_ids) == world.long
         world.check(one)
 
 
 async def test_an_update_in_abort_mode_gives_back_what_there_is(world: World) -> None:
-    before = await world.activate(variant(0))
-    running = asyncio.create_task(world.generate(world.request(samples=4, tokens=180)))
+    before = await world.activate(world.model.variant(0))
+    running = asyncio.create_task(world.generate(world.request(samples=4, tokens=world.long)))
     await world.until_running(4)
-    after = await world.activate(variant(1), pause_mode="abort")
+    after = await world.activate(world.model.variant(1), pause_mode="abort")
     cut = await running
     assert {one.finish_reason for one in cut} == {"abort"}
     assert any(one.version_spans == [(before.version, len(one.token_ids))] for one in cut)
     partial = dict(enumerate(cut))
-    whole = await world.generate(world.request(samples=4, tokens=180, partial=partial))
+    whole = await world.generate(world.request(samples=4, tokens=world.long, partial=partial))
     for one, begun in zip(whole, cut, strict=True):
         assert one.token_ids[: len(begun.token_ids)].tolist() == begun.token_ids.tolist()
         assert one.version_spans[-1][0] == after.version
@@ -253,9 +303,9 @@ async def test_an_update_in_abort_mode_gives_back_what_there_is(world: World) ->
 
 
 async def test_a_version_that_fails_its_probe_leaves_the_old_one_serving(world: World) -> None:
-    good = await world.activate(variant(0))
+    good = await world.activate(world.model.variant(0))
     with pytest.raises(RemoteError, match="probe"):
-        await world.activate(variant(1), probed_as=variant(0))
+        await world.activate(world.model.variant(1), probed_as=world.model.variant(0))
     assert world.engine.policy_version == good.version
     completions = await world.generate(world.request(samples=2, tokens=8))
     assert {version for one in completions for version, _ in one.version_spans} == {good.version}
@@ -264,17 +314,18 @@ async def test_a_version_that_fails_its_probe_leaves_the_old_one_serving(world: 
 
 
 async def test_a_tensor_of_another_shape_is_named_and_refused(world: World) -> None:
-    good = await world.activate(variant(0))
-    bad = variant(1)
-    bad["layers.1.attn_norm.weight"] = torch.ones(7, dtype=torch.bfloat16)
-    with pytest.raises(Exception, match=r"layers\.1\.attn_norm\.weight"):
-        await world.activate(bad, probed_as=variant(0))
+    good = await world.activate(world.model.variant(0))
+    bad = world.model.variant(1)
+    name = world.model.vector
+    bad[name] = torch.ones(7, dtype=bad[name].dtype)
+    with pytest.raises(Exception, match=re.escape(name)):
+        await world.activate(bad, probed_as=world.model.variant(0))
     assert world.engine.policy_version == good.version
     world.check((await world.generate(world.request(samples=1, tokens=8)))[0])
 
 
 async def test_a_paused_engine_samples_nothing_until_it_goes_on(world: World) -> None:
-    await world.activate(variant(0))
+    await world.activate(world.model.variant(0))
     await world.engine.pause()
     running = asyncio.create_task(world.generate(world.request(samples=2, tokens=8)))
     done, _ = await asyncio.wait({running}, timeout=0.5)
@@ -285,7 +336,7 @@ async def test_a_paused_engine_samples_nothing_until_it_goes_on(world: World) ->
 
 
 async def test_a_caller_that_gives_up_ends_its_request(world: World) -> None:
-    await world.activate(variant(0))
+    await world.activate(world.model.variant(0))
     running = asyncio.create_task(world.generate(world.request(samples=4, tokens=240)))
     await world.until_running(4)
     running.cancel()
@@ -297,7 +348,7 @@ async def test_a_caller_that_gives_up_ends_its_request(world: World) -> None:
 
 
 async def test_what_does_not_fit_is_refused_with_its_bound(world: World) -> None:
-    await world.activate(variant(0))
+    await world.activate(world.model.variant(0))
     request = world.request(samples=1, tokens=8)
     long = GroupRequest(
         request.request_id, np.full(4096, 5, np.int32), [0], request.sampling, seed=1

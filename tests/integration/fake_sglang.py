@@ -55,6 +55,7 @@ class FakeServer:
     endless: frozenset[int] = frozenset()  # samples that run until they are aborted
     running: int = 0  # of the endless ones
     aborted: list[str] = field(default_factory=list)
+    started_from: list[str] = field(default_factory=list)
     asked: list[list[list[int]]] = field(default_factory=list)  # input_ids of each stream
     _weights: dict[str, Any] = field(default_factory=dict)
     _cached: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)  # prefix: weights
@@ -94,6 +95,15 @@ class FakeServer:
     def forget(self) -> None:
         """What a restart by somebody else leaves: other weights, the first label."""
         self._weights, self.label = {}, "default"
+
+    def start_from(self, folder: Path) -> None:
+        """What a fresh process of ours has."""
+        self.forget()
+        self._weights = read_folder(folder)
+        self._cached.clear()
+        self._goes_on.set()
+        self._fault = "none"
+        self.started_from.append(folder.name)
 
     async def _ok(self) -> dict[str, Any]:
         return {"success": True, "message": ""}

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from services.rollout.engine.requests import EngineSpec, GroupRequest
-from services.rollout.engine.sglang.client import ServerRefused
+from services.rollout.engine.sglang.checkpoint import write_folder
+from services.rollout.engine.sglang.client import ServerRefused, SGLangClient
 from services.rollout.engine.sglang.dialects import dialect_of
 from services.rollout.engine.sglang.engine import SGLangEngine
 from services.rollout.engine.sglang.server import Server, ServerFailed
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import Disk
-from services.rollout.engine.sglang.versions import Versions
+from services.rollout.engine.sglang.versions import FIRST, Versions
 from shared.errors import WeightsCorrupt
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
@@ -81,7 +82,13 @@ def _with_noise(stored: dict[str, Tensor], ids: list[int], noise: float, seed: i
 
 @contextlib.asynccontextmanager
 async def attached(
-    fake: FakeServer, folder: Path, *, deadline_s: float = 20.0, stream_interval: int = 0
+    fake: FakeServer,
+    folder: Path,
+    *,
+    deadline_s: float = 20.0,
+    stream_interval: int = 0,
+    tensor_parallel: int = 1,
+    is_ours: bool = False,
 ) -> AsyncIterator[Attached]:
     async with serving(fake):
         spec = ServerSpec(
@@ -89,10 +96,14 @@ async def attached(
             url=fake.url,
             update_deadline_s=deadline_s,
             stream_interval=stream_interval,
+            tensor_parallel=tensor_parallel,
         )
         engine_spec = EngineSpec(Architecture.load(CHECKPOINT), 8, 64, False, 1, server=spec)
-        server = Server(engine_spec, spec, log_file=folder / "server.log")
-        await server.start(folder)
+        server = (Ours if is_ours else Server)(engine_spec, spec, log_file=folder / "server.log")
+        if isinstance(server, Ours):
+            server.fake = fake
+            write_folder(folder / FIRST, variant(0), {})
+        await server.start(folder / FIRST)
         engine = SGLangEngine(engine_spec, server)
         dialect = dialect_of(await server.client.endpoints())
         assert dialect == fake.dialect
@@ -224,6 +235,51 @@ async def test_a_copy_that_is_stale_in_part_adds_up_against_the_first_version(
         with pytest.raises(WeightsCorrupt, match=f"since version {first} the engine did not move"):
             await take_steps()
         assert 0 < len(taken) < 39
+
+
+class Ours(Server):
+    """A fake one that counts as started, and started again, by us."""
+
+    fake: FakeServer
+
+    @property
+    def is_ours(self) -> bool:
+        return True
+
+    async def _spawn(self, model: Path) -> None:
+        self.fake.start_from(model)
+        self.client = SGLangClient(self.fake.url)
+
+
+@pytest.mark.parametrize(
+    ("fault", "tensor_parallel", "is_healed"),
+    [
+        ("keeps_stale_copy", 2, True),
+        ("keeps_prefixes", 1, True),
+        ("keeps_stale_copy", 1, False),
+        ("ignores_weights", 1, False),
+    ],
+)
+async def test_state_that_only_a_fresh_server_loses_is_healed_by_one(
+    tmp_path: Path, fault: Fault, tensor_parallel: int, is_healed: bool
+) -> None:
+    """Where that is what was found: the new version is served; elsewhere the old one is."""
+    fake = FakeServer(stale="attn_sink")
+    async with attached(fake, tmp_path, tensor_parallel=tensor_parallel, is_ours=True) as world:
+        await world.activate(OLD)
+        fake.started_from.clear()
+        fake.faults = [fault]
+        if is_healed:
+            number, stored = await world.activate(NEW), NEW
+            assert fake.started_from == [f"v{number:08d}"]
+        else:
+            with pytest.raises(WeightsCorrupt, match="probe"):
+                await world.activate(NEW)
+            number, stored = 0, OLD
+            assert fake.started_from == []
+        assert await world.sample() == [(number, 4)]
+        found = await world.engine.score_now(PROBE)
+        np.testing.assert_allclose(found[0], reference_logprobs(stored, PROBE[0]), atol=1e-5)
 
 
 async def test_a_prefix_of_whole_pages_is_looked_for(tmp_path: Path) -> None:

@@ -151,10 +151,35 @@ def test_a_forgotten_rebuild_is_refused_by_the_probe(
     before, stale = logprobs(engine), engine.scheduler.version
     assert stale is not None
     engine._build = lambda arch, canonical: stale.derived
-    with pytest.raises(WeightsCorrupt, match=r"probe: mean \|delta log p\| .* exceeds 0.01"):
+    told = r"probe: mean \|delta log p\| .* exceeds 0.01; embed.weight is not what was published"
+    with pytest.raises(WeightsCorrupt, match=told):
         publisher.activate(engine, weights["B"], probe=probe_for(weights["B"]))
     assert engine.policy_version == 0
     assert all(np.array_equal(a, b) for a, b in zip(before, logprobs(engine), strict=True))
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+def test_a_probe_that_fails_names_the_first_layer_that_departs(
+    layer: int,
+    engine: EmbeddedEngine,
+    publisher: Publisher,
+    weights: dict[str, dict[str, Tensor]],
+) -> None:
+    publisher.activate(engine, weights["A"])
+    old = derive(ARCH, weights["A"])
+
+    def build(arch: Architecture, canonical: Mapping[str, Tensor]) -> Derived:
+        derived = derive(arch, canonical)
+        derived.blocks[layer:] = old.blocks[layer:]
+        return derived
+
+    engine._build = build
+    probe = probe_for(weights["B"])
+    with pytest.raises(WeightsCorrupt, match=rf"probe: .*; layers\.{layer}\.\S+ is not what was"):
+        publisher.activate(engine, weights["B"], probe=probe)
+    engine._build = derive
+    with pytest.raises(WeightsCorrupt, match=r"probe: .*; all tensors are what was published"):
+        publisher.activate(engine, weights["A"], probe=probe)  # the trainer means another version
 
 
 def _stale_sink(old: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]

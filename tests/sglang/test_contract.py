@@ -73,7 +73,7 @@ async def world(
         client = SGLangClient(url)
         assert dialect_of(await client.endpoints()) == flavour.dialect
         await client.close()
-        yield World(engine, folder)
+        yield World(engine, folder, long=90)  # a server on a CPU samples 15 in a second
 
 
 @asynccontextmanager

@@ -1,89 +1,81 @@
-"""A small dense model on a real server is restored by our updates, whatever the architecture.
+"""A small dense model on a real server keeps the contract of engines, whatever the architecture.
 
-Truth is transformers: after each update the server's log-probabilities are those of a model with
-the weights that were sent.
+Its cache holds keys and values, so a prefix that is kept over an update is a real fault here.
 """
 
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import pytest_asyncio
-import torch
-import transformers
 
 from services.rollout.engine.requests import EngineSpec
-from services.rollout.engine.sglang.dialects import dialect_of, loading
-from services.rollout.engine.sglang.generation import score_body, scores_of
+from services.rollout.engine.sglang.checkpoint import write_folder
+from services.rollout.engine.sglang.client import SGLangClient
+from services.rollout.engine.sglang.dialects import dialect_of
+from services.rollout.engine.sglang.engine import SGLangEngine
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import Disk
+from services.rollout.engine.sglang.versions import FIRST
 from shared.models.deepseek_v4.architecture import Architecture
-from tests.engine_contract import CHECKPOINT
-
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
-
-CONFIG = transformers.LlamaConfig(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.2,
-)
-TEXTS = [[5, 17, 100, 33, 44, 9, 301, 20], [3, 4, 5, 6, 7]]
-
-
-def write_model(folder: Path, *, seed: int) -> list[np.ndarray]:
-    """Save random weights; returns their log-probabilities of `TEXTS`, tokens 1.. ."""
-    torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM(CONFIG).float().eval()
-    model.save_pretrained(folder)
-    scores = []
-    with torch.no_grad():
-        for ids in TEXTS:
-            logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-            scores.append(logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy())
-    return scores
+from tests.engine_contract import *  # noqa: F403
+from tests.engine_contract import CHECKPOINT, World, pytestmark  # noqa: F401
+from tests.sglang.dense_world import CONFIG, DenseEngine, DenseModel, DenseVersions
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(
+async def world(
     sglang_python: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Server]:
+) -> AsyncIterator[World]:
     folder: Path = tmp_path_factory.mktemp("dense")
-    write_model(folder / "first", seed=0)
-    spec = ServerSpec(
-        checkpoint=str(folder / "first"),
-        python=sglang_python,
-        log_file=str(folder / "server.log"),
-        max_total_tokens=2048,
-    )
-    # Of the architecture the launcher takes nothing here but the context's length.
-    engine = EngineSpec(Architecture.load(CHECKPOINT), 8, 256, False, 1, server=spec)
-    server = Server(engine, spec, log_file=folder / "server.log")
+    write_folder(folder / FIRST, DenseModel().variant(0), CONFIG.to_dict())
+    spec = ServerSpec(checkpoint=str(folder / FIRST), python=sglang_python, max_total_tokens=8192)
+    # Of the architecture the vocabulary alone is looked at.
+    engine_spec = EngineSpec(Architecture.load(CHECKPOINT), 16, 256, False, 1, server=spec)
+    server = Server(engine_spec, spec, log_file=folder / "server.log")
     try:
-        await server.start(folder / "first")
-        yield server
+        await server.start(folder / FIRST)
+        engine = SGLangEngine(engine_spec, server)
+        dialect = dialect_of(await server.client.endpoints())
+        versions = DenseVersions(engine, spec, folder=folder, dialect=dialect, transport=Disk())
+        answering = DenseEngine(engine, versions)
+        yield World(answering, folder, DenseModel())  # type: ignore[arg-type]
     finally:
         await server.stop()
 
 
-async def test_updates_there_and_back_score_as_transformers_does(
-    server: Server, tmp_path: Path
+class KeepsPrefixes(Disk):
+    """Has the server load and keep what it has cached."""
+
+    async def send(self, client: SGLangClient, folder: Path, *, timeout_s: float) -> None:
+        body = {"model_path": str(folder), "flush_cache": False, "abort_all_requests": False}
+        await client.change("/update_weights_from_disk", body, timeout_s=timeout_s)
+
+
+async def test_a_prefix_that_the_server_keeps_is_seen_and_a_fresh_server_has_none(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dialect = dialect_of(await server.client.endpoints())
-    for number, seed in enumerate((1, 2, 1)):
-        folder = tmp_path / f"{number}"
-        expected = write_model(folder, seed=seed)
-        await server.client.pause("abort")
-        async with loading(server.client, dialect, timeout_s=60):
-            await Disk().send(server.client, folder, timeout_s=60)
-        await server.client.flush()
-        await server.client.go_on()
-        answers = await server.client.score(score_body(TEXTS, call_id=f"{number}"), timeout_s=60)
-        for answer, ids, scores in zip(answers, TEXTS, expected, strict=True):
-            np.testing.assert_allclose(scores_of(answer, ids, vocab_size=320), scores, atol=1e-4)
+    await world.activate(world.model.variant(0))
+    engine = world.engine
+    assert isinstance(engine, DenseEngine)
+
+    async def flush(client: SGLangClient) -> None:
+        """Say that it is done."""
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SGLangClient, "flush", flush)
+        patched.setattr(engine.versions, "transport", KeepsPrefixes())
+        restarted: list[Path] = []
+        restart = Server.restart
+
+        async def note_restart(server: Server, model: Path) -> None:
+            restarted.append(model)
+            await restart(server, model)
+
+        patched.setattr(Server, "restart", note_restart)
+        other = await world.activate(world.model.variant(1))
+        assert [model.name for model in restarted] == [f"v{other.version:08d}"]
+    for one in await world.generate(world.request(samples=2, tokens=8)):
+        assert one.version_spans == [(other.version, 8)]
+        world.check(one)
