@@ -31,6 +31,7 @@ from shared.quant.activation import UNQUANTISED
 from tests.integration.layout_world import fork
 from tests.tiny_deepseek_v4 import ALIGNED
 
+LAYER = ALIGNED.num_hidden_layers - 1  # its router is learned
 TOKENS, BOUND = 300, 1e-10
 FP8 = EmulatedFp8()
 
@@ -63,13 +64,14 @@ def random(*shape: int, seed: int) -> Tensor:
 def check(layout: Layout) -> None:
     """Experts of one layer: the shared one is cut by `tensor`, routed ones by `expert_tensor`."""
     config = transformer_config(ALIGNED, layout=layout)
-    experts = MixtureOfExperts(config, ALIGNED, layer=ALIGNED.num_hidden_layers - 1).double()
-    layer = nn.ModuleDict({"layer": nn.ModuleDict({"ffn": experts})})
+    experts = MixtureOfExperts(config, ALIGNED, layer=LAYER).double()
+    layers = nn.ModuleDict({str(LAYER): nn.ModuleDict({"ffn": experts})})
+    model = nn.ModuleDict({"layers": layers})
     whole = {}
-    for number, held in enumerate(held_tensors(layer)):
+    for number, held in enumerate(held_tensors(model, arch=ALIGNED)):
         values = random(*held.shape, seed=number) * 0.1
         held.tensor.copy_(held.of(values))
-        whole[held.name.removeprefix("layer.ffn.")] = values.requires_grad_()
+        whole[held.name.removeprefix(f"layers.{LAYER}.ffn.")] = values.requires_grad_()
     mine = random(TOKENS, ALIGNED.hidden_size, seed=100).requires_grad_()
     other = mine.detach().clone().requires_grad_()
     ids = torch.zeros(TOKENS, dtype=torch.int64)
@@ -86,8 +88,8 @@ def check(layout: Layout) -> None:
         if parameter.requires_grad:
             parameter.data = parameter.grad
     compared = 0
-    for held in held_tensors(layer):
-        grad = whole[held.name.removeprefix("layer.ffn.")].grad
+    for held in held_tensors(model, arch=ALIGNED):
+        grad = whole[held.name.removeprefix(f"layers.{LAYER}.ffn.")].grad
         # Tensor-parallel ranks route a part of the tokens each. Unless they share experts, the sums
         # over tokens that give the gradients of these are made of other groups.
         if grad is not None and not (held.is_expert and layout.expert_tensor == 1):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from services.rollout.engine.embedded import EmbeddedEngine
 from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.engine.weights import build_version
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.recorded import NotRecorded, find_sample
 from services.trainer.recording import RECORDING_FILE, Recording
 from shared.job import Job
 from shared.messages import (
@@ -143,10 +145,19 @@ def recorded_batch(runs: Path) -> TrainingBatch:
     return TrainingBatch.unpack(body)
 
 
+def test_a_run_without_a_recording_says_how_to_have_one(runs: Path, tmp_path: Path) -> None:
+    shutil.copy(runs / JOB_ID / BOOKS_FILE, tmp_path)
+    with pytest.raises(NotRecorded, match="submitted with --record keeps every sample"):
+        find_sample(tmp_path, f"{JOB_ID}.g000099.0")
+    Recording(tmp_path / RECORDING_FILE).close()
+    with pytest.raises(NotRecorded, match=r"which holds samples of steps 1 to 1$"):
+        find_sample(tmp_path, f"{JOB_ID}.g000099.0")
+
+
 async def test_what_is_gone_is_named(runs: Path) -> None:
     code, _, err = await explain(f"{JOB_ID}.g000099.0", runs)
     assert code == 1
-    assert "which holds samples of steps 1 to 1; a job that is submitted with --record keeps" in err
+    assert "which holds samples of steps 1 to 1" in err
     code, _, err = await explain("nowhere.g000000.0", runs)
     assert (code, "is no run" in err) == (1, True)
     manifest = runs / JOB_ID / "weights" / "v00000000" / "manifest.json"

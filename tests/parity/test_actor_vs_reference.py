@@ -14,6 +14,7 @@ from services.trainer.models.deepseek_v4.weights import load_weights, release_te
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.names import trace_points, weight_shapes
 from shared.models.deepseek_v4.reference import Reference
+from shared.models.deepseek_v4.runtimes import to_runtime
 from tests.tiny_deepseek_v4 import ALIGNED, DEMO, SMALL, UNSCALED, random_tokens, random_weights
 
 Weights = dict[str, Tensor]
@@ -117,6 +118,16 @@ def test_hidden_states_carry_the_common_names_and_equal_reference(name: str) -> 
         assert torch.equal(ours.isneginf(), right.isneginf()), point  # entries not seen
         seen = right > -torch.inf
         assert departure(ours[seen], right[seen]) <= BOUND, point
+
+
+def test_actor_keeps_every_tensor_where_its_column_of_names_says() -> None:
+    weights = random_weights(ALIGNED, seed=4)
+    state = actor(ALIGNED, weights).state_dict()
+    kept = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    expected = to_runtime(weights, ALIGNED, "megatron")
+    assert kept.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(kept[name].reshape(value.shape), value), name
 
 
 def test_round_trip_by_release_names_is_exact() -> None:

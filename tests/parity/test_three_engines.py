@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.models.deepseek_v4.architecture import Architecture
+from shared.models.deepseek_v4.runtimes import from_runtime
 from shared.quant import activation
 from shared.quant import fast_activation as rounding
 from shared.quant.activation import RELEASE, SERVED, ActivationQuant
@@ -32,6 +33,15 @@ from tests.tiny_deepseek_v4 import ALIGNED, SMALL, random_tokens, random_weights
 pytestmark = pytest.mark.usefixtures("megatron")
 
 ENGINES = {"reference": reference_logits, "actor": actor_logits, "sampler": sampler_logits}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_transformers_keeps_every_tensor_where_its_column_of_names_says(model: str) -> None:
+    known = case(model)
+    weights, arch = known.weights, known.arch
+    back = from_runtime(twin(arch, weights).state_dict(), arch, "transformers")
+    assert back.keys() == {name for name in weights if not name.startswith("mtp.")}
+    assert all(torch.equal(back[name], weights[name]) for name in back)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

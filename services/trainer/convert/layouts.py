@@ -5,17 +5,13 @@ gate and up rows) where a layout stacks experts. So no layout needs more than a 
 """
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from services.trainer.convert.flat_files import DTYPES
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.models.deepseek_v4.names import StoredType, TensorSpec, places, tensor_specs
+from shared.models.deepseek_v4.names import Place, StoredType, TensorSpec, places, tensor_specs
 from shared.quant.policy import Policy
-
-_HYPER_CONNECTION = re.compile(r"\bhc_(attn|ffn|head)_(fn|base|scale)$")
-_EXPERT = re.compile(r"^(.*\.ffn\.experts)\.(\d+)\.w([123])\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,7 @@ def transformers_layout(arch: Architecture, policy: Policy) -> list[Output]:
     found: dict[str, list[tuple[int, int, TensorSpec]]] = {}
     for spec in tensor_specs(arch, policy=policy).values():
         if spec.weight in table:
-            (place,) = table[spec.weight]
+            place = table[spec.weight]
             found.setdefault(place.name, []).append((place.expert or 0, place.row or 0, spec))
     return [_stacked(name, parts, arch) for name, parts in found.items()]
 
@@ -64,8 +60,9 @@ def transformers_layout(arch: Architecture, policy: Policy) -> list[Output]:
 def actor_layout(arch: Architecture, policy: Policy) -> list[Output]:
     """The actor's parameters: hyper-connections are modules, experts stacked in `w13` and `w2`."""
     outputs: dict[str, Output] = {}
+    table = places(arch, "megatron")
     for spec in tensor_specs(arch, policy=policy).values():
-        name, index = _actor_place(spec.name)
+        name, index = table[spec.name].name, _index(table[spec.name])
         piece = Piece(spec.name, spec.weight, index)
         if not index:
             outputs[name] = Output(name, spec.dtype, spec.shape, (piece,))
@@ -118,14 +115,8 @@ def _stacked(name: str, parts: list[tuple[int, int, TensorSpec]], arch: Architec
     return Output(name, spec.dtype, shape, pieces)
 
 
-def _actor_place(name: str) -> tuple[str, tuple[int, ...]]:
-    expert = _EXPERT.match(name)
-    if expert is None:
-        return _HYPER_CONNECTION.sub(r"hc_\1.\2", name), ()
-    prefix, number, matrix = expert[1], int(expert[2]), expert[3]
-    if matrix == "2":
-        return f"{prefix}.w2", (number,)
-    return f"{prefix}.w13", (number, 0 if matrix == "1" else 1)
+def _index(place: Place) -> tuple[int, ...]:
+    return tuple(part for part in (place.expert, place.row) if part is not None)
 
 
 def _in_order(output: Output) -> Output:

@@ -1,12 +1,13 @@
 """Every tensor of a release by name, shape and stored dtype, and its place in three runtimes.
 
-`SHAPES` lists the tensors, `RUNTIME_NAMES` says where transformers, Megatron-core (native layers)
-and SGLang keep each. In a runtime name ``#i`` marks the i-th row block of a fused matrix, ``{e}``
-stands for the expert (without it an expert is an index into a stacked tensor), ``a | b | c`` stores
-the elements of one release tensor apart, and ``-`` means that the runtime has no such tensor.
+`*_SHAPES` list the tensors, `*_NAMES` say where transformers, the actor on Megatron-core and SGLang
+keep each: converters and the actor's loader read the second column, updates of servers are grouped
+by the third. In a runtime name ``#i`` marks the i-th row block of a fused matrix (an expert is an
+index into a stacked tensor), ``=`` is the release's name, ``-`` a tensor that the runtime lacks.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -77,179 +78,117 @@ MTP_SHAPES: dict[str, str] = {
     "hc_head_scale": "1",
 }
 
-# release name: (transformers, Megatron-core, SGLang)
+# release name: (transformers, the actor, SGLang)
 MODEL_NAMES: dict[str, tuple[str, str, str]] = {
-    "embed.weight": (
-        "model.embed_tokens.weight",
-        "embedding.word_embeddings.weight",
-        "model.embed_tokens.weight",
-    ),
-    "head.weight": ("lm_head.weight", "output_layer.weight", "lm_head.weight"),
-    "norm.weight": ("model.norm.weight", "decoder.final_layernorm.weight", "model.norm.weight"),
-    "hc_head_fn": ("model.hc_head.hc_fn", "decoder.hc_head_fn", "model.hc_head_fn"),
-    "hc_head_base": ("model.hc_head.hc_base", "decoder.hc_head_base", "model.hc_head_base"),
-    "hc_head_scale": ("model.hc_head.hc_scale", "decoder.hc_head_scale", "model.hc_head_scale"),
+    "embed.weight": ("model.embed_tokens.weight", "=", "model.embed_tokens.weight"),
+    "head.weight": ("lm_head.weight", "=", "lm_head.weight"),
+    "norm.weight": ("model.norm.weight", "=", "model.norm.weight"),
+    "hc_head_fn": ("model.hc_head.hc_fn", "hc_head.fn", "model.hc_head_fn"),
+    "hc_head_base": ("model.hc_head.hc_base", "hc_head.base", "model.hc_head_base"),
+    "hc_head_scale": ("model.hc_head.hc_scale", "hc_head.scale", "model.hc_head_scale"),
 }
-_CORE = "self_attention.core_attention"
-_MIX = "_hyper_connection"
 BLOCK_NAMES: dict[str, tuple[str, str, str]] = {
-    "attn_norm.weight": (
-        "input_layernorm.weight",
-        "input_layernorm.weight",
-        "input_layernorm.weight",
-    ),
-    "ffn_norm.weight": (
-        "post_attention_layernorm.weight",
-        "pre_mlp_layernorm.weight",
-        "post_attention_layernorm.weight",
-    ),
-    "hc_attn_fn": ("attn_hc.fn", f"self_attention{_MIX}.mapping_proj.weight", "hc_attn_fn"),
-    "hc_attn_base": ("attn_hc.base", f"self_attention{_MIX}.bias", "hc_attn_base"),
-    "hc_attn_scale": (
-        "attn_hc.scale",
-        " | ".join(f"self_attention{_MIX}.alpha_{part}" for part in ("pre", "post", "res")),
-        "hc_attn_scale",
-    ),
-    "hc_ffn_fn": ("ffn_hc.fn", f"mlp{_MIX}.mapping_proj.weight", "hc_ffn_fn"),
-    "hc_ffn_base": ("ffn_hc.base", f"mlp{_MIX}.bias", "hc_ffn_base"),
-    "hc_ffn_scale": (
-        "ffn_hc.scale",
-        " | ".join(f"mlp{_MIX}.alpha_{part}" for part in ("pre", "post", "res")),
-        "hc_ffn_scale",
-    ),
-    "attn.wq_a.weight": (
-        "self_attn.q_a_proj.weight",
-        "self_attention.linear_q_down_proj.weight",
-        "self_attn.wqkv_a.weight#0",
-    ),
-    "attn.q_norm.weight": (
-        "self_attn.q_a_norm.weight",
-        "self_attention.q_layernorm.weight",
-        "self_attn.q_norm.weight",
-    ),
-    "attn.wq_b.weight": (
-        "self_attn.q_b_proj.weight",
-        "self_attention.linear_q_up_proj.weight",
-        "self_attn.wq_b.weight",
-    ),
-    "attn.wkv.weight": (
-        "self_attn.kv_proj.weight",
-        "self_attention.linear_kv_proj.weight",
-        "self_attn.wqkv_a.weight#1",
-    ),
-    "attn.kv_norm.weight": (
-        "self_attn.kv_norm.weight",
-        "self_attention.kv_layernorm.weight",
-        "self_attn.kv_norm.weight",
-    ),
-    "attn.attn_sink": ("self_attn.sinks", f"{_CORE}.attn_sink", "self_attn.attn_sink"),
-    "attn.wo_a.weight": (
-        "self_attn.o_a_proj.weight",
-        "self_attention.linear_o_group_proj.weight",
-        "self_attn.wo_a.weight",
-    ),
-    "attn.wo_b.weight": (
-        "self_attn.o_b_proj.weight",
-        "self_attention.linear_proj.weight",
-        "self_attn.wo_b.weight",
-    ),
+    "attn_norm.weight": ("input_layernorm.weight", "=", "input_layernorm.weight"),
+    "ffn_norm.weight": ("post_attention_layernorm.weight", "=", "post_attention_layernorm.weight"),
+    "hc_attn_fn": ("attn_hc.fn", "hc_attn.fn", "="),
+    "hc_attn_base": ("attn_hc.base", "hc_attn.base", "="),
+    "hc_attn_scale": ("attn_hc.scale", "hc_attn.scale", "="),
+    "hc_ffn_fn": ("ffn_hc.fn", "hc_ffn.fn", "="),
+    "hc_ffn_base": ("ffn_hc.base", "hc_ffn.base", "="),
+    "hc_ffn_scale": ("ffn_hc.scale", "hc_ffn.scale", "="),
+    "attn.wq_a.weight": ("self_attn.q_a_proj.weight", "=", "self_attn.wqkv_a.weight#0"),
+    "attn.q_norm.weight": ("self_attn.q_a_norm.weight", "=", "self_attn.q_norm.weight"),
+    "attn.wq_b.weight": ("self_attn.q_b_proj.weight", "=", "self_attn.wq_b.weight"),
+    "attn.wkv.weight": ("self_attn.kv_proj.weight", "=", "self_attn.wqkv_a.weight#1"),
+    "attn.kv_norm.weight": ("self_attn.kv_norm.weight", "=", "self_attn.kv_norm.weight"),
+    "attn.attn_sink": ("self_attn.sinks", "=", "self_attn.attn_sink"),
+    "attn.wo_a.weight": ("self_attn.o_a_proj.weight", "=", "self_attn.wo_a.weight"),
+    "attn.wo_b.weight": ("self_attn.o_b_proj.weight", "=", "self_attn.wo_b.weight"),
     "attn.compressor.wkv.weight": (
         "self_attn.compressor.kv_proj.weight",
-        f"{_CORE}.compressor.linear_wkv.weight",
+        "=",
         "self_attn.compressor.wkv_gate.weight#0",
     ),
     "attn.compressor.wgate.weight": (
         "self_attn.compressor.gate_proj.weight",
-        f"{_CORE}.compressor.linear_wgate.weight",
+        "=",
         "self_attn.compressor.wkv_gate.weight#1",
     ),
-    "attn.compressor.ape": (
-        "self_attn.compressor.position_bias",
-        f"{_CORE}.compressor.ape",
-        "self_attn.compressor.ape",
-    ),
+    "attn.compressor.ape": ("self_attn.compressor.position_bias", "=", "self_attn.compressor.ape"),
     "attn.compressor.norm.weight": (
         "self_attn.compressor.kv_norm.weight",
-        f"{_CORE}.compressor.norm.weight",
+        "=",
         "self_attn.compressor.norm.weight",
     ),
     "attn.indexer.wq_b.weight": (
         "self_attn.compressor.indexer.q_b_proj.weight",
-        f"{_CORE}.indexer.linear_wq_b.weight",
+        "=",
         "self_attn.indexer.wq_b.weight",
     ),
     "attn.indexer.weights_proj.weight": (
         "self_attn.compressor.indexer.scorer.weights_proj.weight",
-        f"{_CORE}.indexer.linear_weights_proj.weight",
+        "=",
         "self_attn.indexer.weights_proj.weight",
     ),
     "attn.indexer.compressor.wkv.weight": (
         "self_attn.compressor.indexer.kv_proj.weight",
-        f"{_CORE}.indexer.compressor.linear_wkv.weight",
+        "=",
         "self_attn.indexer.compressor.wkv_gate.weight#0",
     ),
     "attn.indexer.compressor.wgate.weight": (
         "self_attn.compressor.indexer.gate_proj.weight",
-        f"{_CORE}.indexer.compressor.linear_wgate.weight",
+        "=",
         "self_attn.indexer.compressor.wkv_gate.weight#1",
     ),
     "attn.indexer.compressor.ape": (
         "self_attn.compressor.indexer.position_bias",
-        f"{_CORE}.indexer.compressor.ape",
+        "=",
         "self_attn.indexer.compressor.ape",
     ),
     "attn.indexer.compressor.norm.weight": (
         "self_attn.compressor.indexer.kv_norm.weight",
-        f"{_CORE}.indexer.compressor.norm.weight",
+        "=",
         "self_attn.indexer.compressor.norm.weight",
     ),
-    "ffn.gate.weight": ("mlp.gate.weight", "mlp.router.weight", "mlp.gate.weight"),
-    "ffn.gate.bias": (
-        "mlp.gate.e_score_correction_bias",
-        "mlp.router.expert_bias",
-        "mlp.gate.e_score_correction_bias",
-    ),
-    "ffn.gate.tid2eid": ("mlp.gate.tid2eid", "mlp.router.tid2eid", "mlp.topk.tid2eid"),
+    "ffn.gate.weight": ("mlp.gate.weight", "=", "mlp.gate.weight"),
+    "ffn.gate.bias": ("mlp.gate.e_score_correction_bias", "=", "mlp.gate.e_score_correction_bias"),
+    "ffn.gate.tid2eid": ("mlp.gate.tid2eid", "=", "mlp.topk.tid2eid"),
     "ffn.experts.*.w1.weight": (
         "mlp.experts.gate_up_proj#0",
-        "mlp.experts.linear_fc1.weight{e}#0",
+        "ffn.experts.w13#0",
         "mlp.experts.w13_weight#0",
     ),
-    "ffn.experts.*.w2.weight": (
-        "mlp.experts.down_proj",
-        "mlp.experts.linear_fc2.weight{e}",
-        "mlp.experts.w2_weight",
-    ),
+    "ffn.experts.*.w2.weight": ("mlp.experts.down_proj", "ffn.experts.w2", "mlp.experts.w2_weight"),
     "ffn.experts.*.w3.weight": (
         "mlp.experts.gate_up_proj#1",
-        "mlp.experts.linear_fc1.weight{e}#1",
+        "ffn.experts.w13#1",
         "mlp.experts.w13_weight#1",
     ),
     "ffn.shared_experts.w1.weight": (
         "mlp.shared_experts.gate_proj.weight",
-        "mlp.shared_experts.linear_fc1.weight#0",
+        "=",
         "mlp.shared_experts.gate_up_proj.weight#0",
     ),
     "ffn.shared_experts.w2.weight": (
         "mlp.shared_experts.down_proj.weight",
-        "mlp.shared_experts.linear_fc2.weight",
+        "=",
         "mlp.shared_experts.down_proj.weight",
     ),
     "ffn.shared_experts.w3.weight": (
         "mlp.shared_experts.up_proj.weight",
-        "mlp.shared_experts.linear_fc1.weight#1",
+        "=",
         "mlp.shared_experts.gate_up_proj.weight#1",
     ),
 }
 MTP_NAMES: dict[str, tuple[str, str, str]] = {
-    "enorm.weight": ("-", "enorm.weight", "enorm.weight"),
-    "hnorm.weight": ("-", "hnorm.weight", "hnorm.weight"),
-    "e_proj.weight": ("-", "e_proj.weight", "e_proj.weight"),
-    "h_proj.weight": ("-", "h_proj.weight", "h_proj.weight"),
-    "norm.weight": ("-", "final_layernorm.weight", "shared_head.norm.weight"),
-    "hc_head_fn": ("-", "hc_head_fn", "hc_head_fn"),
-    "hc_head_base": ("-", "hc_head_base", "hc_head_base"),
-    "hc_head_scale": ("-", "hc_head_scale", "hc_head_scale"),
+    "enorm.weight": ("-", "=", "="),
+    "hnorm.weight": ("-", "=", "="),
+    "e_proj.weight": ("-", "=", "="),
+    "h_proj.weight": ("-", "=", "="),
+    "norm.weight": ("-", "=", "shared_head.norm.weight"),
+    "hc_head_fn": ("-", "hc_head.fn", "="),
+    "hc_head_base": ("-", "hc_head.base", "="),
+    "hc_head_scale": ("-", "hc_head.scale", "="),
 }
 _RUNTIMES: tuple[Runtime, ...] = ("transformers", "megatron", "sglang")
 
@@ -317,48 +256,55 @@ def weight_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return {weight.name: weight.shape for weight in _weights(arch)}
 
 
-# Servers fuse these by rows: both halves must come together.
-_FUSED_PAIRS = (
-    (".attn.wq_a.weight", ".attn.wkv.weight"),
-    (".compressor.wkv.weight", ".compressor.wgate.weight"),
-    (".w1.weight", ".w3.weight"),
-)
-
-
 def fused_partner(name: str) -> str | None:
-    """The release tensor that servers fuse with `name`; None if there is none."""
-    for one, other in _FUSED_PAIRS:
-        for ours, theirs in ((one, other), (other, one)):
-            if name.endswith(ours):
-                return name.removesuffix(ours) + theirs
-    return None
+    """The release tensor whose rows SGLang keeps in one matrix with those of `name`, or None: both
+    must come in one call."""
+    expert = _EXPERT.search(name)
+    block = _BLOCK.match(name)
+    if block is None:
+        return None
+    tail = _EXPERT.sub("experts.*.", name.removeprefix(block[0]))
+    partner = _FUSED.get(tail)
+    if partner is None:
+        return None
+    return block[0] + (partner if expert is None else partner.replace("experts.*.", expert[0]))
 
 
-def places(arch: Architecture, runtime: Runtime) -> dict[str, tuple[Place, ...]]:
+def _fused_pairs() -> dict[str, str]:
+    """Tail -> the tail that is fused with it, as SGLang's column says."""
+    matrices: dict[str, list[str]] = {}
+    for tail, (_, _, text) in BLOCK_NAMES.items():
+        if "#" in text:
+            matrices.setdefault(text.partition("#")[0], []).append(tail)
+    return {one: other for pair in matrices.values() for one, other in (pair, pair[::-1])}
+
+
+_BLOCK = re.compile(r"(layers|mtp)\.\d+\.")
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
+_FUSED = _fused_pairs()
+
+
+def places(arch: Architecture, runtime: Runtime) -> dict[str, Place]:
     """Release name -> where `runtime` keeps it; tensors that it does not have are left out.
 
-    Several places hold one element each. Scales of matrices that a release can quantise are in.
+    Scales of matrices that a release can quantise are in, except for the actor, which has none.
     """
     column = _RUNTIMES.index(runtime)
-    table: dict[str, tuple[Place, ...]] = {}
+    table: dict[str, Place] = {}
     for weight in _weights(arch):
         text = weight.runtime_names[column]
         if text == "-" or (runtime == "transformers" and weight.block.startswith("mtp.")):
             continue
-        prefix = _prefix(arch, weight, runtime)
-        table[weight.name] = tuple(_place(prefix + p, weight.expert) for p in text.split(" | "))
+        text = weight.tail if text == "=" else text
+        table[weight.name] = _place(_prefix(weight, runtime) + text, weight.expert)
         if runtime != "megatron" and weight_class(weight.name) in ("linear", "expert"):
-            table[scale_name(weight.name)] = tuple(_scale(place) for place in table[weight.name])
+            table[scale_name(weight.name)] = _scale(table[weight.name])
     return table
 
 
-def inverse(table: Mapping[str, tuple[Place, ...]]) -> dict[Place, tuple[str, int | None]]:
-    """Place -> release name, and which element of it where its elements are stored apart."""
-    return {
-        place: (name, index if len(where) > 1 else None)
-        for name, where in table.items()
-        for index, place in enumerate(where)
-    }
+def inverse(table: Mapping[str, Place]) -> dict[Place, str]:
+    """Place -> release name."""
+    return {place: name for name, place in table.items()}
 
 
 def trace_points(arch: Architecture) -> list[str]:
@@ -490,21 +436,15 @@ def _stored(name: str, shape: tuple[int, ...], policy: Policy) -> Iterator[Tenso
             yield TensorSpec(name, shape, "I64", tensor_format, name, shape)
 
 
-def _prefix(arch: Architecture, weight: _Weight, runtime: Runtime) -> str:
-    if not weight.block:
-        return ""
-    if runtime != "megatron":
-        return f"model.layers.{weight.layer}."
-    if weight.block.startswith("layers."):
-        return f"decoder.layers.{weight.layer}."
-    block = f"mtp.layers.{weight.layer - arch.num_hidden_layers}."
-    return block if weight.tail in MTP_SHAPES else block + "transformer_layer."
+def _prefix(weight: _Weight, runtime: Runtime) -> str:
+    """Other runtimes count an MTP block as a layer behind the last."""
+    if not weight.block or runtime == "megatron":
+        return weight.block
+    return f"model.layers.{weight.layer}."
 
 
 def _place(text: str, expert: int | None) -> Place:
     name, _, row = text.partition("#")
-    if expert is not None and "{e}" in name:
-        name, expert = name.replace("{e}", str(expert)), None
     return Place(name, expert, int(row) if row else None)
 
 

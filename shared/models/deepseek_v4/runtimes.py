@@ -1,4 +1,4 @@
-"""Carry weights between release names and a runtime's own layout (fused, stacked, split).
+"""Carry weights between release names and a runtime's own layout (fused, stacked).
 
 The table in `names` says where each tensor lies; this only cuts and joins, and never rounds.
 """
@@ -19,9 +19,8 @@ def to_runtime(
     table = places(arch, runtime)
     pieces: dict[str, dict[Place, Tensor]] = {}
     for name, tensor in state.items():
-        for index, place in enumerate(table.get(name, ())):
-            part = tensor if len(table[name]) == 1 else tensor[index : index + 1]
-            pieces.setdefault(place.name, {})[place] = part
+        if name in table:
+            pieces.setdefault(table[name].name, {})[table[name]] = tensor
     return {name: _join(parts) for name, parts in pieces.items()}
 
 
@@ -30,15 +29,9 @@ def from_runtime(
 ) -> dict[str, Tensor]:
     """The inverse, for values in full precision; KeyError names a tensor the runtime lacks."""
     table, shapes = places(arch, runtime), weight_shapes(arch)
-    rows = {
-        place: shapes[name][0] for name, where in table.items() if name in shapes for place in where
-    }
+    rows = {place: shapes[name][0] for name, place in table.items() if name in shapes}
     return {
-        name: torch.cat([_cut(state[place.name], place, rows).reshape(-1) for place in table[name]])
-        if len(table[name]) > 1
-        else _cut(state[table[name][0].name], table[name][0], rows)
-        for name in shapes
-        if name in table
+        name: _cut(state[table[name].name], table[name], rows) for name in shapes if name in table
     }
 
 

@@ -1,11 +1,11 @@
 """Release tensors into the actor and back, by name; both directions walk one table.
 
-The actor's parameter names are the release's, except that hyper-connections are modules
-(`hc_attn.fn` for `hc_attn_fn`) and the routed experts of a layer are stacked in two tensors.
+The table is the actor's column of `names`: mostly the release's names, but hyper-connections are
+modules and the routed experts of a layer are stacked in two tensors.
 A rank may hold a part of a tensor only: `Held` says which.
 """
 
-import re
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-_HYPER_CONNECTION = re.compile(r"\b(hc_attn|hc_ffn|hc_head)\.(fn|base|scale)$")
-_STACKED = re.compile(r"^(.*\.ffn\.experts)\.(w13|w2)$")
+from shared.models.deepseek_v4.architecture import Architecture
+from shared.models.deepseek_v4.names import Place, inverse, places
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +76,43 @@ def release_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield held.name, held.tensor
 
 
-def held_tensors(model: nn.Module) -> Iterator[Held]:
-    """Everything this rank holds, in the order of its modules."""
+def held_tensors(model: nn.Module, *, arch: Architecture | None = None) -> Iterator[Held]:
+    """Everything this rank holds, in the order of its modules; `arch` is the model's own."""
+    names = _release_names(_architecture(model) if arch is None else arch)
     for name, tensor, dim in _stored(model):
-        stacked = _STACKED.match(name)
-        if stacked is not None:
-            yield from _experts(tensor, *stacked.groups())
+        release_name = names.get(Place(name))
+        if release_name is None:
+            yield from _experts(name, tensor, names)
         elif dim is None:
-            yield Held(_HYPER_CONNECTION.sub(r"\1_\2", name), tensor)
+            yield Held(release_name, tensor)
         else:
             rank = parallel_state.get_tensor_model_parallel_rank()
             count = parallel_state.get_tensor_model_parallel_world_size()
-            yield Held(name, tensor, dim, rank, count)
+            yield Held(release_name, tensor, dim, rank, count)
 
 
-def _experts(tensor: Tensor, prefix: str, which: str) -> Iterator[Held]:
+def _architecture(model: nn.Module) -> Architecture:
+    found: object = model.architecture
+    assert isinstance(found, Architecture), found
+    return found
+
+
+@functools.cache
+def _release_names(arch: Architecture) -> dict[Place, str]:
+    return inverse(places(arch, "megatron"))
+
+
+def _experts(name: str, tensor: Tensor, names: Mapping[Place, str]) -> Iterator[Held]:
     """Experts of this rank; each is cut along its inner width."""
     first = parallel_state.get_expert_model_parallel_rank() * tensor.size(0)
     rank = parallel_state.get_expert_tensor_parallel_rank()
     count = parallel_state.get_expert_tensor_parallel_world_size()
     for expert, one in enumerate(tensor, start=first):
-        if which == "w2":
-            yield Held(f"{prefix}.{expert}.w2.weight", one, 1, rank, count)
-        else:
-            yield Held(f"{prefix}.{expert}.w1.weight", one[0], 0, rank, count)
-            yield Held(f"{prefix}.{expert}.w3.weight", one[1], 0, rank, count)
+        if one.dim() == 2:
+            yield Held(names[Place(name, expert)], one, 1, rank, count)
+            continue
+        for row, matrix in enumerate(one):
+            yield Held(names[Place(name, expert, row)], matrix, 0, rank, count)
 
 
 def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor, int | None]]:

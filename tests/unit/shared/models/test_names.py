@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.rollout.engine.sglang.buckets import unit_of
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.names import (
     BLOCK_NAMES,
@@ -16,6 +17,7 @@ from shared.models.deepseek_v4.names import (
     MTP_SHAPES,
     Place,
     TensorSpec,
+    fused_partner,
     inverse,
     places,
     tensor_specs,
@@ -34,7 +36,7 @@ def flash_specs() -> dict[str, TensorSpec]:
 
 
 @cache
-def flash_places(runtime: Any) -> dict[str, tuple[Place, ...]]:
+def flash_places(runtime: Any) -> dict[str, Place]:
     return places(FLASH, runtime)
 
 
@@ -124,11 +126,8 @@ def test_every_table_lists_the_same_tensors() -> None:
 def test_places_have_an_inverse(arch: Architecture, runtime: Any) -> None:
     table = flash_places(runtime) if arch is FLASH else places(arch, runtime)
     back = inverse(table)
-    assert len(back) == sum(len(where) for where in table.values())
-    for name, where in table.items():
-        assert {back[place][0] for place in where} == {name}
-        if len(where) > 1:
-            assert [back[place][1] for place in where] == list(range(len(where)))
+    assert len(back) == len(table)
+    assert all(back[place] == name for name, place in table.items())
     missing = weight_shapes(arch).keys() - table.keys()
     assert all(name.startswith("mtp.") and runtime == "transformers" for name in missing)
 
@@ -136,10 +135,9 @@ def test_places_have_an_inverse(arch: Architecture, runtime: Any) -> None:
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_fused_parts_are_complete(runtime: Any) -> None:
     rows = Counter()
-    for where in places(ALIGNED, runtime).values():
-        for place in where:
-            if place.row is not None:
-                rows[place.name, place.expert] += 1
+    for place in places(ALIGNED, runtime).values():
+        if place.row is not None:
+            rows[place.name, place.expert] += 1
     assert rows
     assert set(rows.values()) == {2}
 
@@ -150,8 +148,9 @@ PLACES: dict[Any, dict[str, str]] = {
         "layers.3.attn.wq_a.scale": "model.layers.3.self_attn.q_a_proj.weight_scale_inv",
     },
     "megatron": {
-        "layers.3.attn.wo_b.weight": "decoder.layers.3.self_attention.linear_proj.weight",
-        "mtp.0.attn_norm.weight": "mtp.layers.0.transformer_layer.input_layernorm.weight",
+        "layers.3.attn.wo_b.weight": "layers.3.attn.wo_b.weight",
+        "layers.3.hc_ffn_scale": "layers.3.hc_ffn.scale",
+        "mtp.0.hc_head_fn": "mtp.0.hc_head.fn",
     },
     "sglang": {
         "layers.2.ffn.gate.tid2eid": "model.layers.2.mlp.topk.tid2eid",
@@ -164,20 +163,35 @@ PLACES: dict[Any, dict[str, str]] = {
 def test_known_places(runtime: Any) -> None:
     table = flash_places(runtime)
     for name, expected in PLACES[runtime].items():
-        assert table[name] == (Place(expected),)
+        assert table[name] == Place(expected)
 
 
 def test_known_fused_places() -> None:
     sglang = flash_places("sglang")
-    assert sglang["layers.0.attn.wkv.weight"] == (
-        Place("model.layers.0.self_attn.wqkv_a.weight", None, 1),
+    assert sglang["layers.0.attn.wkv.weight"] == Place(
+        "model.layers.0.self_attn.wqkv_a.weight", None, 1
     )
-    assert sglang["layers.4.ffn.experts.9.w3.scale"] == (
-        Place("model.layers.4.mlp.experts.w13_weight_scale_inv", 9, 1),
+    assert sglang["layers.4.ffn.experts.9.w3.scale"] == Place(
+        "model.layers.4.mlp.experts.w13_weight_scale_inv", 9, 1
     )
-    assert flash_places("megatron")["layers.4.ffn.experts.9.w3.weight"] == (
-        Place("decoder.layers.4.mlp.experts.linear_fc1.weight9", None, 1),
+    assert flash_places("megatron")["layers.4.ffn.experts.9.w3.weight"] == Place(
+        "layers.4.ffn.experts.w13", 9, 1
     )
+
+
+def test_what_sglang_fuses_is_a_pair_that_is_handed_over_in_one_bucket() -> None:
+    """Its loader joins the halves of a matrix only if one call brings both."""
+    matrices: dict[tuple[str, int | None], list[str]] = {}
+    for name, place in flash_places("sglang").items():
+        if place.row is None:
+            assert fused_partner(name) is None, name
+        else:
+            matrices.setdefault((place.name, place.expert), []).append(name)
+    assert len(matrices) > 22_000
+    for one, other in matrices.values():
+        assert unit_of(one) == unit_of(other)
+        if not one.endswith(".scale"):
+            assert (fused_partner(one), fused_partner(other)) == (other, one)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
