@@ -18,7 +18,7 @@ from shared.profiled import Profiled
 from shared.spans import recorder
 from shared.streams import read_from
 from shared.tasks import end
-from tests.integration.conductor_world import World, make_job, running_world
+from tests.integration.conductor_world import FakeRanks, World, make_job, running_world
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +84,29 @@ async def test_ranks_that_are_lost_meanwhile_cost_the_job_nothing(
         await run(world, conductor)
         assert [step["step"] for step in world.events("step")] == [1, 2, 3, 4]
     assert profile.state == "done"
+
+
+async def test_ranks_are_asked_at_every_step_and_told_to_stop(redis: Redis, tmp_path: Path) -> None:
+    """So those that are started anew meanwhile record, too."""
+    told = {"host": "h", "pid": 1, "boot_id": "b", "dropped": 0}
+    clock = {"clock_ahead_ns": 0, "clock_uncertainty_ns": 0}
+    asked: list[int] = []
+
+    async def spans(ranks: FakeRanks, max_spans: int) -> list[dict[str, Any]]:
+        asked.append(max_spans)
+        return [{**told, **clock, "spans": [["op", "operations", len(asked), len(asked) + 1, {}]]}]
+
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeRanks, "spans", spans)
+            conductor = world.conductor()
+            profile = conductor.parts.profiler.ask(2)
+            await run(world, conductor)
+    assert (asked[0] > 0, asked[-1]) == (True, 0)
+    assert asked.count(0) == 1
+    trace = tmp_path / "run" / "profiles" / profile.profile_id / "trace.json"
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert len([one for one in events if one["name"] == "op"]) == len(asked)
 
 
 async def test_a_job_that_stops_first_leaves_a_failed_one(redis: Redis, tmp_path: Path) -> None:

@@ -217,6 +217,8 @@ async def test_every_rank_tells_what_it_did_and_what_it_runs_with(run: Run) -> N
         assert (one["dropped"], one["clock_ahead_ns"], one["clock_uncertainty_ns"]) == (0, 0, 0)
         spans = {span.name: span for span in (Span(*told) for told in one["spans"])}
         step, phase = spans["train_step"], spans["forward_backward"]
+        assert spans.keys() >= {"forward", "optimizer"}
+        assert "spans" not in spans
         assert step.begin_ns <= phase.begin_ns <= phase.end_ns <= step.end_ns
     (first, second) = (
         {span[0]: span for span in one["spans"]}["train_step"] for one in told

@@ -31,6 +31,7 @@ from services.trainer.packing import MicroBatch
 from shared.job_algorithm import AlgorithmSection
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.quant.activation import UNQUANTISED, ActivationQuant
+from shared.spans import span
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,9 @@ def _run(inputs: _Pass, judge: _Judge, *, forward_only: bool) -> tuple[float, To
 
     def step(batches: Iterator[MicroBatch], stage: Any) -> tuple[Any, Any]:
         micro = next(batches)
-        return _forward(stage, micro, inputs), partial(_loss, judge, micro, record)
+        with span("forward", "micro_batches"):  # as the host sees it: a device may lag behind
+            output = _forward(stage, micro, inputs)
+        return output, partial(_loss, judge, micro, record)
 
     losses = get_forward_backward_func()(
         forward_step_func=step,

@@ -66,6 +66,7 @@ class Profiler:
     ) -> None:
         self.announced: ProfileAnnounced | None = None
         self.current: Profile | None = None
+        self._told_by_ranks: list[list[dict[str, Any]]] = []  # each time, by rank
         self._redis = redis
         self._keeper = keeper
         self._job_id = job_id
@@ -91,8 +92,10 @@ class Profiler:
         profile.steps_seen = max(0, step - profile.begun_at_step - 1)
         if not profile.window_began_ns:
             profile.window_began_ns = time.monotonic_ns()
-        elif profile.steps_seen >= profile.steps:
+        if profile.steps_seen >= profile.steps:
             await self._end(profile, announce)
+        else:  # ranks that were lost meanwhile record again from here
+            await self._ask_ranks(MAX_SPANS)
 
     async def at_end(self, announce: Announce) -> None:
         """No step follows: what was seen so far is the profile."""
@@ -115,8 +118,9 @@ class Profiler:
         self.announced = ProfileAnnounced(
             job_id=self._job_id, profile_id=profile.profile_id, max_spans=MAX_SPANS
         )
+        self._told_by_ranks = []
         recorder().start()
-        await self._keeper.spans(MAX_SPANS)
+        await self._ask_ranks(MAX_SPANS)
         await announce()
         profile.state, profile.begun_at_step = "recording", step
         log.info("profile_begins", job_id=self._job_id, profile_id=profile.profile_id)
@@ -128,7 +132,8 @@ class Profiler:
         await announce()
         clock = await clock_offset(self._redis)
         own = self._own(clock)
-        ranks = _ranks(await self._keeper.spans(0), clock)
+        await self._ask_ranks(0)
+        ranks = _ranks(self._told_by_ranks, clock)
         services, missing = await self._services(profile)
         line = aligned([own, *ranks, *services], window_ns=window_ns, boot_id=own.boot_id)
         folder = self._run_dir / PROFILES / profile.profile_id
@@ -139,6 +144,9 @@ class Profiler:
         profile.state = "done"
         await self._redis.delete(topology.spans(self._job_id))
         log.info("profile_done", job_id=self._job_id, folder=str(folder))
+
+    async def _ask_ranks(self, max_spans: int) -> None:
+        self._told_by_ranks.append(await self._keeper.spans(max_spans))
 
     def _own(self, clock: ClockOffset) -> Process:
         spans, dropped = recorder().drain()
@@ -230,16 +238,22 @@ def _add(found: dict[str, Process], batch: SpanBatch) -> None:
     process.spans += [Span(*one) for one in batch.spans]
 
 
-def _ranks(told: list[dict[str, Any]], clock: ClockOffset) -> list[Process]:
-    """Rank 0 runs on this process's host; others say how far their clock is from rank 0's."""
-    found: list[Process] = []
-    for rank, one in enumerate(told):
-        offset = ClockOffset(
-            clock.offset_ns - one["clock_ahead_ns"],
-            clock.uncertainty_ns + one["clock_uncertainty_ns"],
-        )
-        process = Process(f"rank {rank}", "rank", one["host"], one["pid"], one["boot_id"], offset)
-        process.num_dropped = one["dropped"]
-        process.spans = [Span(*span) for span in one["spans"]]
-        found.append(process)
-    return found
+def _ranks(told: list[list[dict[str, Any]]], clock: ClockOffset) -> list[Process]:
+    """Rank 0 runs on this process's host; others say how far their clock is from rank 0's.
+
+    A rank that was started again has another process id, and stays the same row.
+    """
+    found: dict[int, Process] = {}
+    for ranks in told:
+        for rank, one in enumerate(ranks):
+            offset = ClockOffset(
+                clock.offset_ns - one["clock_ahead_ns"],
+                clock.uncertainty_ns + one["clock_uncertainty_ns"],
+            )
+            process = found.setdefault(
+                rank,
+                Process(f"rank {rank}", "rank", one["host"], one["pid"], one["boot_id"], offset),
+            )
+            process.num_dropped = one["dropped"]
+            process.spans += [Span(*span) for span in one["spans"]]
+    return list(found.values())
