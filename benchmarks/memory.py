@@ -33,6 +33,9 @@ def main() -> None:
     for name, arch in (("tiny", tiny), ("wide", wide)):
         for setup in SETUPS:
             _compare(name, arch, setup)
+        ratios = (*arch.compress_ratios[: arch.num_hidden_layers], 0)
+        block = replace(arch, num_nextn_predict_layers=1, compress_ratios=ratios)
+        _compare(name, block, WITH_MTP)
     parallel.leave()
 
 
@@ -45,8 +48,8 @@ SETUPS = (
     *PLAIN,
     replace(PLAIN[1], recompute="selective"),
     replace(PLAIN[1], recompute="full"),
-    replace(PLAIN[1], mtp_loss_weight=0.1),
 )
+WITH_MTP = replace(PLAIN[1], mtp_loss_weight=0.1)
 
 
 def _compare(name: str, arch: Architecture, setup: Setup) -> None:

@@ -18,7 +18,7 @@ from shared.planner.speed import step_seconds
 
 MAX_TENSOR = 8
 OFFLOADS = (0.25, 0.5, 0.75, 1.0)
-MAX_TIMES_NODES = 64
+MAX_TIMES_NODES = 16
 MARGIN = 0.15
 # What saves memory of GPUs without another layout.
 SAVING: dict[str, Any] = {"recompute": "full", "recomputed_blocks": None, "offload": 1.0}
@@ -130,13 +130,16 @@ def _tried(arch: Architecture, found: Plan, steps: Sequence[_Step]) -> Advice | 
 
 def _more_nodes(arch: Architecture, found: Plan) -> Advice | None:
     """The fewest GPUs more that are enough, with as little else changed as that allows."""
-    stronger: tuple[dict[str, Any], ...] = ({}, SAVING, SAVING | {"background_saves": False})
+    strongest = SAVING | {"background_saves": False}
+    milder: tuple[dict[str, Any], ...] = ({}, SAVING)
     for world in _larger(found.setup.layout.world, found.machine.gpus_per_node):
-        for changes in stronger:
-            setup = replace(found.setup, layout=Layout(world=world), **changes)
-            best = best_layout(arch, setup, found.machine)
-            if best is not None:
-                return Advice({"GPUs": str(world), **_changed(found.setup, best.setup)}, best)
+        bare = replace(found.setup, layout=Layout(world=world))
+        enough = best_layout(arch, replace(bare, **strongest), found.machine)
+        if enough is None:
+            continue
+        tried = (best_layout(arch, replace(bare, **changes), found.machine) for changes in milder)
+        best = next((one for one in tried if one is not None), enough)
+        return Advice({"GPUs": str(world), **_changed(found.setup, best.setup)}, best)
     return None
 
 

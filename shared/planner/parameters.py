@@ -74,12 +74,10 @@ def stage_parameters(
         keys.append("first")
     if stage == layout.pipeline - 1:
         keys += ["last", *(f"mtp.{depth}" for depth in range(arch.num_nextn_predict_layers))]
+    counts: Counter[_Kind] = sum((_counts(arch)[key] for key in keys), Counter())
     total = Parameters()
-    for key in keys:
-        for kind, number in _counts(arch)[key].items():
-            total += _on_rank(
-                kind, number, layout, freeze_router=freeze_router, trains_mtp=trains_mtp
-            )
+    for kind, number in counts.items():
+        total += _on_rank(kind, number, layout, freeze_router=freeze_router, trains_mtp=trains_mtp)
     if trains_mtp and 0 < stage == layout.pipeline - 1:
         total += Parameters(frozen=arch.vocab_size * arch.hidden_size // layout.tensor)
     return total

@@ -38,7 +38,8 @@ class Plan:
     def host_bytes(self) -> tuple[int, ...]:
         """Needed on the host of each node, in order of nodes."""
         layout, per_node = self.setup.layout, self.machine.gpus_per_node
-        ranks = [self.stages[layout.stage_of(rank)].host.total for rank in range(layout.world)]
+        totals = [stage.host.total for stage in self.stages]
+        ranks = [totals[layout.stage_of(rank)] for rank in range(layout.world)]
         return tuple(sum(ranks[i : i + per_node]) for i in range(0, layout.world, per_node))
 
     @property

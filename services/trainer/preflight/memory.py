@@ -24,7 +24,8 @@ STORED_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64":
 def plan_memory(job: Job, arch: Architecture, *, available_bytes: int | None) -> MemoryPlan:
     """Ranks share the machine with one sampler, unless the cluster says that samplers are apart."""
     on_host = job.cluster.gpus_per_node
-    parts = {f"ranks: {name}": size * on_host for name, size in _rank(job, arch).items()}
+    held = _rank(job, arch) | _on_host(job, arch)
+    parts = {f"ranks: {name}": size * on_host for name, size in held.items()}
     if not job.cluster.rollout_nodes:
         parts |= {f"engine: {name}": size for name, size in _engine(job, arch).items()}
     return MemoryPlan(parts, sum(parts.values()), available_bytes)
@@ -44,6 +45,17 @@ def _rank(job: Job, arch: Architecture) -> dict[str, int]:
         return {}
     memory = planned.fullest.memory
     return {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "logits"}
+
+
+def _on_host(job: Job, arch: Architecture) -> dict[str, int]:
+    """What the same rank has in host memory anyway: offloaded states, a reference policy, copies
+    for checkpoints."""
+    planned = plan(arch, job)
+    if not planned.stages:
+        return {}
+    host = planned.fullest.host
+    sizes = {f"{f.name} on the host": getattr(host, f.name) for f in fields(host)}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _engine(job: Job, arch: Architecture) -> dict[str, int]:
