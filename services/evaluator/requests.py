@@ -24,6 +24,7 @@ from services.evaluator.checkpoint import Checkpoint, serving
 from services.evaluator.plan import EvaluationFailed, Plan, Policy, make_plan, suite_slug
 from services.evaluator.runner import Runner
 from services.evaluator.servers import Address, fixed_server, named_server, reward_servers
+from services.evaluator.turns import Turns
 from shared.current_job import CurrentJob
 from shared.data import DataError
 from shared.errors import DeadlineExceeded, HttpFailed, Retryable, TandemError
@@ -31,7 +32,6 @@ from shared.http import HttpClient
 from shared.job import expand_path
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.registry import Replica, live_replicas
-from shared.tasks import end
 from shared.telemetry import now_s
 
 log = structlog.get_logger()
@@ -79,9 +79,11 @@ class RequestedEvals:
         self._current = current
         self._http = http
         self._roots = _allowed_roots(data_roots)
-        self._waiting: asyncio.Queue[_Accepted] = asyncio.Queue()
+        self._stop = asyncio.Event()
+        self._turns = Turns(
+            self._carry_out, lambda one: self._hand_back(one.plan.eval_id), drain_s=drain_s
+        )
         self._store = store
-        self._drain_s = drain_s
 
     def all(self) -> list[EvalStatus]:
         """Oldest first."""
@@ -105,7 +107,7 @@ class RequestedEvals:
             return known
         asked = _asked(request, accepted, self._store.next_number())
         self._store.keep(asked)
-        self._waiting.put_nowait(accepted)
+        self._turns.add(accepted)
         return asked.status
 
     async def _of_server(self, request: EvalRequest) -> _Accepted:
@@ -140,40 +142,20 @@ class RequestedEvals:
         return _Accepted(plan, request.deadline_s, checkpoint=checkpoint)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Carry out what an earlier process left, then what comes, one at a time, until `stop`."""
-        await self._take_up()
-        stopped = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            while not stop.is_set():
-                try:
-                    accepted = await asyncio.wait_for(self._waiting.get(), 0.5)
-                except TimeoutError:
-                    continue
-                await self._carry_out_until(stopped, accepted, stop)
-        finally:
-            await end(stopped)
+        """Carry out what an earlier process left, then what comes, one at a time, until `stop`.
 
-    async def _carry_out_until(
-        self, stopped: asyncio.Task[bool], accepted: _Accepted, stop: asyncio.Event
-    ) -> None:
-        """A stop lets the problems in progress end, within `drain_s`; the rest comes later."""
-        work = asyncio.create_task(self._carry_out(accepted, stop), name=accepted.plan.eval_id)
-        try:
-            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({work}, timeout=self._drain_s)
-            if work.done():
-                work.result()
-            else:
-                self._hand_back(accepted.plan.eval_id)
-        finally:
-            await end(work)
+        A stop lets the samples in progress end, within `drain_s`; the rest comes later.
+        """
+        self._stop = stop
+        await self._take_up()
+        await self._turns.run(stop)
 
     async def _take_up(self) -> None:
         for asked in self._store.all():
             if asked.status.state not in ("queued", "running"):
                 continue
             try:
-                self._waiting.put_nowait(await self._again(asked))
+                self._turns.add(await self._again(asked))
             except (Refused, EvaluationFailed) as err:
                 self._change(asked.status.eval_id, state="failed", error=str(err))
 
@@ -192,7 +174,7 @@ class RequestedEvals:
         plan = await self._plan(request, asked.policy, *named)
         return _Accepted(plan, request.deadline_s, asked.status.replica, asked.policy)
 
-    async def _carry_out(self, accepted: _Accepted, stop: asyncio.Event) -> None:
+    async def _carry_out(self, accepted: _Accepted) -> None:
         plan = _due(accepted.plan, accepted.within_s)
         self._begin(plan.eval_id)
         try:
@@ -201,11 +183,11 @@ class RequestedEvals:
                     plan,
                     sampler=sampler,
                     graders=reward_servers(self._redis),
-                    stop=stop,
+                    stop=self._stop,
                     progress=lambda done, _: self._store.note_progress(plan.eval_id, done),
                 )
         except Retryable:
-            assert stop.is_set(), "only a stop interrupts an evaluation"
+            assert self._stop.is_set(), "only a stop interrupts an evaluation"
             self._hand_back(plan.eval_id)
         except (EvaluationFailed, DeadlineExceeded, HttpFailed, OSError) as err:
             log.warning("requested_evaluation_failed", eval_id=plan.eval_id, error=str(err))

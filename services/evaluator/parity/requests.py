@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from services.evaluator.parity.live import LivePlan, ParityFailed, run_live
 from services.evaluator.parity.report import ParityStatus, make_report
 from services.evaluator.requests import Refused
+from services.evaluator.turns import Turns
 from shared.current_job import CurrentJob
 from shared.data import DataError, draw_order, load_rows
 from shared.errors import DeadlineExceeded
@@ -24,7 +25,6 @@ from shared.models.deepseek_v4.architecture import Architecture
 from shared.parity.live_walk import MARGINS, Margin
 from shared.parity.scores import Bounds
 from shared.registry import live_replicas
-from shared.tasks import end
 from shared.tokenizer import CheckpointTokenizer
 
 log = structlog.get_logger()
@@ -104,7 +104,7 @@ class ParityRuns:
 
     def __init__(self, redis: Redis, http: HttpClient, current: CurrentJob) -> None:
         self._redis, self._http, self._current = redis, http, current
-        self._waiting: asyncio.Queue[_Accepted] = asyncio.Queue()
+        self._turns: Turns[_Accepted] = Turns(self._carry_out, lambda _: None, drain_s=0.0)
         self._statuses: OrderedDict[str, ParityStatus] = OrderedDict()
 
     def all(self) -> list[ParityStatus]:
@@ -134,7 +134,7 @@ class ParityRuns:
         )
         status = ParityStatus(parity_id=f"parity-{secrets.token_hex(4)}", state="queued")
         self._set(status)
-        self._waiting.put_nowait(_Accepted(status.parity_id, request, plan, tokenizer))
+        self._turns.add(_Accepted(status.parity_id, request, plan, tokenizer))
         return status
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -142,22 +142,7 @@ class ParityRuns:
 
         Its result would be kept in memory alone, and it may wait for a sampler for minutes.
         """
-        stopped = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            while not stop.is_set():
-                try:
-                    accepted = await asyncio.wait_for(self._waiting.get(), 0.5)
-                except TimeoutError:
-                    continue
-                work = asyncio.create_task(self._carry_out(accepted), name=accepted.parity_id)
-                try:
-                    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                    if work.done():
-                        work.result()
-                finally:
-                    await end(work)
-        finally:
-            await end(stopped)
+        await self._turns.run(stop)
 
     async def _carry_out(self, accepted: _Accepted) -> None:
         parity_id = accepted.parity_id
