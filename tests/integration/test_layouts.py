@@ -24,7 +24,7 @@ from shared.weights.stored import StoredVersion
 from tests.integration.layout_world import ROUNDS, VOCABULARY
 from tests.tiny_deepseek_v4 import SMALL, random_weights
 
-pytestmark = pytest.mark.timeout(270)
+pytestmark = pytest.mark.timeout(600)
 
 LOSS, WEIGHTS, GRADIENTS, SCORES = 1e-6, 5e-6, 1e-3, 1e-5
 ARCHITECTURE = replace(
@@ -60,7 +60,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [sys.executable, "-m", "tests.integration.layout_world", str(release), str(folder)],
             stdout=log,
             stderr=log,
-            timeout=230,
+            timeout=540,
             check=False,
         ).returncode
     assert code == 0, (folder / "log").read_text()[-4000:]
