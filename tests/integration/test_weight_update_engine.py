@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.rollout.engine.ahead import Ahead
 from services.rollout.engine.embedded import EmbeddedEngine
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
 from services.rollout.engine.scheduler import Scheduler
@@ -447,39 +446,6 @@ def test_generation_goes_on_across_an_update_with_exact_spans(
     completions = run(engine)["g"]
     assert [one.version_spans for one in completions] == [[(0, 11), (1, 19)]] * 4
     check_tokens_against_versions(completions, weights)
-
-
-def test_state_that_was_computed_ahead_is_taken_over_by_whoever_still_runs(
-    engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
-) -> None:
-    """One completion ends while its state is computed, and another takes its slot."""
-    publisher.activate(engine, weights["A"])
-    engine.scheduler.add(request("g"))
-    engine.scheduler.add(request("short", samples=4, tokens=14))
-    engine.scheduler.add(request("next", samples=4, tokens=30, seed=2))
-    run(engine, rounds=12)
-    folder = publisher.folder / "1"
-    manifest = write_version(folder, dict(weights["B"]), 1)
-    commit = CommitUpdate(probe=probe_for(weights["B"]))
-    candidate = engine.prepare(manifest, folder, commit)
-    ahead = Ahead(engine.scheduler, candidate.version)
-    assert ahead.look()
-    ahead.compute()
-    done = run(engine, rounds=8)
-    assert set(done) == {"short"}
-    assert ahead.look()
-    ahead.compute()
-    done |= run(engine, rounds=1)
-    assert not ahead.look()
-    engine.switch(candidate, commit, ahead=ahead)
-    table = engine.scheduler._slots
-    missing = (table.num_tokens - 1 - table.computed)[table.is_running]
-    assert missing.tolist() == [1] * 8
-    done |= run(engine)
-    assert {one.version_spans[0][0] for one in done["g"]} == {0}
-    assert {one.version_spans[-1][0] for one in done["g"]} == {1}
-    check_tokens_against_versions(done["g"], weights)
-    check_tokens_against_versions(done["next"], weights)
 
 
 def test_an_update_in_abort_mode_returns_what_there_is_and_it_can_go_on(

@@ -12,7 +12,6 @@ import numpy as np
 import structlog
 import torch
 
-from services.rollout.engine.ahead import Ahead
 from services.rollout.engine.probing import Proven, next_anchor, prove
 from services.rollout.engine.requests import Completion, EngineSpec
 from services.rollout.engine.routes import Recording
@@ -93,7 +92,7 @@ class EmbeddedEngine:
         return _result(self.prepare(manifest, folder, commit), {"pause_s": 0.0})
 
     def switch(
-        self, candidate: Candidate, commit: CommitUpdate, *, ahead: Ahead | None = None
+        self, candidate: Candidate, commit: CommitUpdate
     ) -> tuple[dict[str, Any], list[tuple[str, list[Completion]]]]:
         """Serve a proven version from here on: all that happens in the pause.
 
@@ -104,8 +103,6 @@ class EmbeddedEngine:
         with span("switch", "updates", policy_version=version.policy_version):
             ended = self.scheduler.switch(version, commit.pause_mode)
             check.after_switch(ended)
-        if ahead is not None:
-            ahead.take_over()
         watch.lap("pause_s")
         self._anchor = next_anchor(self._anchor, candidate.proven)
         log.info("version_active", policy_version=version.policy_version, **candidate.seconds)

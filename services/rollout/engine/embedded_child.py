@@ -4,9 +4,8 @@ Started as `python -m services.rollout.engine.embedded_child ADDRESS PARENT_PID`
 operation changes, it changes between two steps, so an update needs no lock: the step boundary is
 the pause. A new version is built and proven in a thread, while the old one goes on sampling:
 
-    activate ──> thread: map, derive, check, probe, ──> next step boundary: switch ──> recompute
-                 compute what runs, ahead               (pause_s)                      the rest
-                 (sampling goes on)                                                    (resume_s)
+    activate ──> thread: map, derive, check, probe ──> next step boundary: switch ──> recompute
+                 (sampling goes on)                    (pause_s)                      (resume_s)
 """
 
 import gc
@@ -20,7 +19,6 @@ from typing import Any
 
 import structlog
 
-from services.rollout.engine.ahead import Ahead
 from services.rollout.engine.child import begin, told_spans
 from services.rollout.engine.embedded import EmbeddedEngine
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
@@ -57,8 +55,6 @@ class _Activation:
     request_id: int
     commit: CommitUpdate
     building: Future[Candidate]
-    ahead: Ahead | None = None
-    computing: Future[None] | None = None  # of the running completions, ahead
     result: dict[str, Any] | None = None  # of the switch
     resumes_since_s: float = 0.0
 
@@ -173,8 +169,6 @@ class _Loop:
         """Between two steps: switch once the candidate is ready, answer once sampling goes on."""
         if not activation.building.done():
             return
-        if activation.result is None and self._computes_ahead(activation):
-            return
         if activation.result is None:
             activation.result = self._switched(activation)
         if activation.result is None:
@@ -186,32 +180,12 @@ class _Loop:
         self._activation = None
         self._channel.reply(activation.request_id, activation.result)
 
-    def _computes_ahead(self, activation: _Activation) -> bool:
-        """Whether the running completions' state under the candidate is still being computed."""
-        if activation.computing is not None and not activation.computing.done():
-            return True
-        for part in (activation.building, activation.computing):
-            if part is not None and part.exception():
-                return False  # whoever switches is told
-        if activation.commit.pause_mode != "in_place":
-            return False  # they give up their slots
-        if activation.ahead is None:
-            version = activation.building.result().version
-            activation.ahead = Ahead(self._engine.scheduler, version)
-        if not activation.ahead.look():
-            return False
-        activation.computing = self._builder.submit(activation.ahead.compute)
-        return True
-
     def _switched(self, activation: _Activation) -> dict[str, Any] | None:
         """What the switch came to. None if there was none: whoever asked is told why."""
         ended: list[tuple[str, list[Completion]]] = []
         try:
             candidate = activation.building.result()
-            if activation.computing is not None:
-                activation.computing.result()
-            ahead = activation.ahead
-            result, ended = self._engine.switch(candidate, activation.commit, ahead=ahead)
+            result, ended = self._engine.switch(candidate, activation.commit)
         except Exception as err:  # noqa: BLE001  whoever asked is told; the old version serves
             log.warning("version_refused", error=repr(err))
             ended = err.ended if isinstance(err, PrefixKept) else []

@@ -211,29 +211,6 @@ class Scheduler:
         table = self._slots
         return bool((table.is_running & (table.computed < table.num_tokens - 1)).any())
 
-    def running_tokens(self) -> dict[int, np.ndarray]:
-        """Slot: the tokens of a running completion whose state a next step needs."""
-        table = self._slots
-        slots = table.is_running.nonzero()[0].tolist()
-        return {slot: table.tokens[slot, : table.num_tokens[slot] - 1].copy() for slot in slots}
-
-    def new_cache(self, num_slots: int) -> Cache:
-        """Another one of the same shape for each slot."""
-        return Cache(
-            self.model.arch,
-            num_slots=num_slots,
-            max_tokens=self.limits.max_tokens,
-            dtype=self._dtype,
-            device=self._device,
-        )
-
-    def adopt(self, cache: Cache, computed: dict[int, int]) -> None:
-        """Take over another cache's state of slots, each of so many tokens, under the version that
-        is served."""
-        self._cache.copy_from(cache, list(computed))
-        for slot, num_tokens in computed.items():
-            self._slots.computed[slot] = num_tokens
-
     def prober(self) -> "Scheduler":
         """One to score with in another thread: same model and bounds, a small cache of its own."""
         limits = replace(self.limits, max_running=_PROBED_AT_ONCE)

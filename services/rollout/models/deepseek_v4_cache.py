@@ -142,13 +142,6 @@ class Cache:
             for tensor in layer.tensors:
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
 
-    def copy_from(self, other: "Cache", slots: Sequence[int]) -> None:
-        """Take the state of these slots, which are the same ones there."""
-        at = torch.tensor(slots, dtype=torch.int64, device=self._device)
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            for tensor, source in zip(mine.tensors, theirs.tensors, strict=True):
-                tensor.index_copy_(0, at, source.index_select(0, at))
-
     def decode_step(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> Step:
         """One token of each sequence: `slots` are distinct, `positions` count from 0."""
         num = len(slots)
