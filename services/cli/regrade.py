@@ -149,7 +149,8 @@ def _samples(file: Path, timeout_s: float) -> Iterator[Recorded]:
         header, results = read_samples(file)
     except ValueError as err:
         raise ConfigInvalid(str(err)) from err
-    judging = Judging(str((header.asked or {}).get("grader", UNKNOWN_GRADER)), timeout_s)
+    grader = str((header.asked or {}).get("grader", UNKNOWN_GRADER))
+    judging = Judging(grader, header.grading_timeout_s or timeout_s)
     for result in results:
         for number, sample in enumerate(result.samples):
             name = f"{file.stem} row {result.row}.{number}"

@@ -61,7 +61,7 @@ class Runner:
         """
         if not plan.problems:
             raise EvaluationFailed(plan.emptiness)
-        file = self._open(plan)
+        file = await asyncio.to_thread(self._open, plan)
         asking = {"request_s": self._config.request_s, "retry_s": self._config.retry_s}
         pinned = PinnedSampler(self._http, plan, sampler, **asking)
         grading = Graders(self._http, plan, graders, **asking)
@@ -82,7 +82,7 @@ class Runner:
         await _each(_todo(plan, file), evaluate, at_a_time=self._at_a_time(plan), stop=stop)
         if file.num_finished < len(plan.problems):
             raise Retryable(f"stopped after {file.num_finished} of {len(plan.problems)} problems")
-        return self._finish(plan, file)
+        return await asyncio.to_thread(self._finish, plan, file)
 
     def _open(self, plan: Plan) -> SampleFile:
         return SampleFile(plan.file_stem(self._runs_dir), plan, now_s=now_s())
@@ -92,6 +92,7 @@ class Runner:
         return min(self._config.samples_in_flight, plan.max_running_requests)
 
     def _finish(self, plan: Plan, file: SampleFile) -> dict[str, Any]:
+        """Blocks: intervals of every k and budget take seconds of a large suite."""
         seconds = now_s() - file.began_at_s
         summary = summarise(plan, file.finish(), seconds=seconds)
         write_summary(file.path.with_suffix(".json"), summary)

@@ -89,7 +89,7 @@ class SampleFile:
         again under the same seed. ValueError for a sample of another version.
         """
         self._note(line)
-        with self._partial.open("a") as file:
+        with self._partial.open("a", encoding="utf-8") as file:
             file.write(line.model_dump_json() + "\n")
             file.flush()
             if isinstance(line, Judged):
@@ -114,19 +114,24 @@ class SampleFile:
         )
 
     def _take_up(self) -> None:
-        source = self.path if self.path.exists() else self._partial
-        header, lines = read_lines(source)
-        if header is not None and header.is_of_same_evaluation(self._header):
-            self._header = header
-            for line in _of_problems(lines) if source == self.path else _whole(lines):
-                if isinstance(line, Drawn) and line.policy_version != header.policy_version:
-                    log.warning("sample_of_another_version_left_out", path=str(source))
-                    break
-                self._note(line)
-            log.info("evaluation_taken_up", path=str(source), samples=len(self.judged))
-        elif header is not None:
-            log.warning("other_evaluation_replaced", path=str(source), eval_id=header.eval_id)
+        """From the finished file, or, where that is another evaluation's, from the partial one."""
+        for path, read in ((self.path, _of_problems), (self._partial, _whole)):
+            header, lines = read_lines(path)
+            if header is not None and header.is_of_same_evaluation(self._header):
+                self._header = header
+                self._note_kept(path, read(lines))
+                break
+            if header is not None:
+                log.warning("other_evaluation_replaced", path=str(path), eval_id=header.eval_id)
         self._write(self._partial, [*self.drawn.values(), *self.judged.values()])
+
+    def _note_kept(self, path: Path, lines: Iterable[Drawn | Judged]) -> None:
+        for line in lines:
+            if isinstance(line, Drawn) and line.policy_version != self._header.policy_version:
+                log.warning("sample_of_another_version_left_out", path=str(path))
+                break
+            self._note(line)
+        log.info("evaluation_taken_up", path=str(path), samples=len(self.judged))
 
     def _note(self, line: Drawn | Judged) -> None:
         place, version = (line.row, line.index), self._header.policy_version
@@ -141,7 +146,7 @@ class SampleFile:
 
     def _write(self, path: Path, lines: Iterable[BaseModel]) -> None:
         building = path.with_name(f".{path.name}.building")
-        with building.open("w") as file:
+        with building.open("w", encoding="utf-8") as file:
             file.write(self._header.model_dump_json() + "\n")
             file.writelines(line.model_dump_json() + "\n" for line in lines)
             file.flush()
@@ -159,7 +164,7 @@ def _graded(drawn: Drawn, judged: Judged) -> GradedSample:
     )
 
 
-def _whole(lines: list[str]) -> Iterator[Drawn | Judged]:
+def _whole(lines: list[bytes]) -> Iterator[Drawn | Judged]:
     """The last line may have been cut off by a crash."""
     for line in lines:
         try:
@@ -168,7 +173,7 @@ def _whole(lines: list[str]) -> Iterator[Drawn | Judged]:
             return
 
 
-def _of_problems(lines: list[str]) -> Iterator[Drawn | Judged]:
+def _of_problems(lines: list[bytes]) -> Iterator[Drawn | Judged]:
     for result in problems_of(lines):
         yield from samples_of(result)
 

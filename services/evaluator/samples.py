@@ -4,12 +4,14 @@ How they come together, and what a restart goes on from: `sample_file.py`.
 """
 
 import json
+from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.evaluator.plan import Plan
+from services.evaluator.plan import Plan, Problem
 from shared.messages import FinishReason, Outcome
 
 CORRECT_SCORE = 1.0  # less than the full score is not a right answer
@@ -77,6 +79,8 @@ class Header(Line):
     max_response_tokens: int | None = None
     step: int | None = None
     rows: list[int] = Field(description="the problems to do, in the suite's order")
+    questions: str = Field("", description="digest of their tokens and gold answers")
+    grading_timeout_s: float | None = Field(None, description="None in files that do not say")
     asked: dict[str, Any] | None = Field(None, description="how; None in files that do not say")
     began_at_s: float = 0.0
 
@@ -92,13 +96,22 @@ class Header(Line):
             max_response_tokens=plan.sampling.max_response_tokens,
             step=plan.step,
             rows=[problem.row for problem in plan.problems],
+            questions=_digest(plan.problems),
+            grading_timeout_s=plan.grading_timeout_s,
             asked=plan.asked,
             began_at_s=began_at_s,
         )
 
     def is_of_same_evaluation(self, other: "Header") -> bool:
-        unknown = {"asked": None} if self.asked is None else {}
-        return self == other.model_copy(update={"began_at_s": self.began_at_s} | unknown)
+        return self == other.model_copy(update={"began_at_s": self.began_at_s})
+
+
+def _digest(problems: Sequence[Problem]) -> str:
+    """A row number says which line it was, not what stood there."""
+    digest = blake2b(digest_size=16)
+    for problem in problems:
+        digest.update(json.dumps([problem.row, problem.token_ids, problem.gold]).encode())
+    return digest.hexdigest()
 
 
 def read_samples(path: Path) -> tuple[Header, list[ProblemResult]]:
@@ -109,18 +122,18 @@ def read_samples(path: Path) -> tuple[Header, list[ProblemResult]]:
     return header, problems_of(lines)
 
 
-def read_lines(path: Path) -> tuple[Header | None, list[str]]:
-    """A file's header, if it has one, and what follows it."""
+def read_lines(path: Path) -> tuple[Header | None, list[bytes]]:
+    """A file's header, if it has one, and what follows it; the last line may end anywhere."""
     if not path.exists():
         return None, []
-    first, *rest = path.read_text().split("\n")
+    first, *rest = path.read_bytes().split(b"\n")
     try:
         return Header.model_validate_json(first), rest
     except ValidationError:
         return None, []
 
 
-def problems_of(lines: list[str]) -> list[ProblemResult]:
+def problems_of(lines: list[bytes]) -> list[ProblemResult]:
     """The last line of each row, up to the first line that is no problem."""
     found: dict[int, ProblemResult] = {}
     for line in lines:

@@ -104,7 +104,7 @@ def test_each_is_judged_as_it_was_unless_the_command_says_otherwise(tmp_path: Pa
     found = list(read_run(keep_run(tmp_path)))
     of_evaluation, of_group = found[0].judging, found[4].judging
     assert (of_evaluation.grader, of_evaluation.timeout_s, of_evaluation.parts) == (
-        "arithmetic", 2.5, ()
+        "arithmetic", 5.0, ()
     )  # fmt: skip
     assert (of_group.grader, of_group.timeout_s, of_group.num_tokens) == ("math", 2.5, 1)
     assert (list(of_group.parts), of_group.overlong) == (JOB.reward.parts, JOB.reward.overlong)

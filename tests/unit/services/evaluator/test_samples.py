@@ -75,15 +75,21 @@ def test_samples_survive_a_restart_one_by_one(tmp_path: Path) -> None:
     assert (again.began_at_s, again.num_finished) == (1.0, 0)
 
 
-def test_line_cut_off_by_a_crash_is_done_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [b'"kind":"score"', b'"text":"\xc3'])
+def test_line_cut_off_by_a_crash_is_done_again(tmp_path: Path, last: bytes) -> None:
+    """Wherever it was cut, within a character as well."""
     first = open_file(tmp_path, make_plan())
     keep(first, make_result(0, [RIGHT, WRONG]))
-    keep(first, make_result(1, [RIGHT, WRONG]))
+    drawn, judged, next_drawn, next_judged = samples_of(make_result(1, [RIGHT, WRONG]))
+    for line in (drawn, judged, next_drawn, next_judged):
+        first.add(line)
     partial = tmp_path / "demo-1f3a/evals/v00000003.partial.jsonl"
-    partial.write_bytes(partial.read_bytes()[:-20])
+    whole = partial.read_bytes()
+    partial.write_bytes(whole[: whole.rindex(last) + len(last)])
     again = open_file(tmp_path, make_plan())
     assert list(again.judged) == [(0, 0), (0, 1), (1, 0)]
-    assert list(again.drawn) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    cut = next_judged if last.startswith(b'"kind"') else next_drawn
+    assert ((1, 1) in again.drawn) == (cut is next_judged)
     keep(again, make_result(1, [WRONG, WRONG]))
     assert open_file(tmp_path, make_plan()).num_finished == 2
 
@@ -102,7 +108,15 @@ def test_a_sample_of_another_version_is_neither_kept_nor_taken_up(tmp_path: Path
 
 @pytest.mark.parametrize(
     "change",
-    [{"policy_version": 4}, {"eval_id": "other"}, {"samples_per_problem": 3}, {"seed": 1}],
+    [
+        {"policy_version": 4},
+        {"eval_id": "other"},
+        {"samples_per_problem": 3},
+        {"seed": 1},
+        {"grading_timeout_s": 1.0},
+        {"problems": [replace(one, token_ids=[2]) for one in make_plan().problems]},
+        {"problems": [replace(one, gold="5") for one in make_plan().problems]},
+    ],
 )
 def test_samples_of_another_evaluation_are_never_used(
     tmp_path: Path, change: dict[str, object]
@@ -110,6 +124,18 @@ def test_samples_of_another_evaluation_are_never_used(
     keep(open_file(tmp_path, make_plan()), make_result(0, [RIGHT, WRONG]))
     other = replace(make_plan(), **change)  # type: ignore[arg-type]
     assert open_file(tmp_path, other).drawn == {}
+
+
+def test_finished_file_of_another_evaluation_does_not_hide_what_is_kept(tmp_path: Path) -> None:
+    finished = open_file(tmp_path, make_plan())
+    for row in range(3):
+        keep(finished, make_result(row, [RIGHT, WRONG]))
+    finished.finish()
+    other = replace(make_plan(), seed=1)
+    keep(open_file(tmp_path, other), make_result(0, [WRONG, WRONG]))
+    again = open_file(tmp_path, other)
+    assert list(again.judged) == [(0, 0), (0, 1)]
+    assert read_samples(finished.path)[0].seed == 0  # until the other one is finished
 
 
 def test_finished_file_has_every_problem_in_order(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ async def test_stop_ends_a_comparison_that_waits(monkeypatch: pytest.MonkeyPatch
     class Accepted:
         parity_id = "parity-1"
 
+    monkeypatch.setattr(ParityRuns, "_carry_out", wait_for_ever)
     runs = ParityRuns(cast(Any, None), cast(Any, None), cast(Any, None))
-    monkeypatch.setattr(runs, "_carry_out", wait_for_ever)
-    runs._waiting.put_nowait(cast(Any, Accepted()))
+    runs._turns.add(cast(Any, Accepted()))
     stop = asyncio.Event()
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
         tasks.create_task(runs.run(stop))
