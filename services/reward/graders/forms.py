@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from services.reward.graders.brackets import closing_place, nesting, split_top, without_groups
+from services.reward.graders.equations import RELATION, is_name
 from services.reward.graders.literals import Number, is_changed_by, read_number, scaled
 from services.reward.graders.ranges import one_spelling
 
@@ -72,7 +73,7 @@ _PROSE = re.compile(
 )
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _ASSIGNED = re.compile(
-    r"(\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
+    r"(\\text\{[^{}]*\}|\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
 )
 _NAMED_TUPLE = re.compile(r"\(([a-zA-Z](?:,[a-zA-Z])+)\)=\(([^()\[\]{}]+)\)")
 _MATRIX = re.compile(r"\\begin\{([pbvB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}")
@@ -91,7 +92,6 @@ _WORD_UNIT = re.compile(
 )
 _LETTERS = re.compile(r"[A-Za-z](?:[A-Za-z' -]*[A-Za-z])?")
 _CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
-_RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|lt|gt|in|approx)(?![a-zA-Z])")
 
 _UNIT_NAMES = {
     "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "meter": "m", "metre": "m",
@@ -136,7 +136,7 @@ def read_form(text: str, *, depth: int = 0) -> Form:
     unions = split_top(text, "\\cup")
     if len(unions) > 1:
         return _union(text, _read_all(unions, depth))
-    if assigned := _ASSIGNED.fullmatch(text):
+    if (assigned := _ASSIGNED.fullmatch(text)) and is_name(assigned[1]):
         return Assigned(text, assigned[1], read_form(assigned[2], depth=depth + 1))
     return _bracketed(text, depth) or _plus_minus(text, depth) or read_leaf(text)
 
@@ -328,21 +328,4 @@ def _unit(words: str, power: str | None) -> str:
 
 def is_relation(text: str) -> bool:
     """Whether a relation stands outside all braces: the one in a sum's bounds does not."""
-    return _RELATION.search(without_groups(text)) is not None
-
-
-def right_side(text: str) -> str:
-    """What follows the last equals sign outside all braces, or nothing."""
-    tail = without_groups(text).rpartition("=")
-    return text[-len(tail[2]) :].strip() if tail[1] and tail[2].strip() else ""
-
-
-def earlier_sides(text: str) -> list[str]:
-    """What stands before the last equals sign, between the others."""
-    tail = without_groups(text).rpartition("=")[2]
-    head = text[: len(text) - len(tail) - 1]
-    places = [place for place, char in enumerate(without_groups(head)) if char == "="]
-    return [
-        head[begin:end].strip()
-        for begin, end in zip([0, *(p + 1 for p in places)], [*places, len(head)], strict=True)
-    ]
+    return RELATION.search(without_groups(text)) is not None

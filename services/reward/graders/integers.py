@@ -1,14 +1,16 @@
 r"""Whole numbers, compared exactly: what AIME, GSM8K and DAPO have for answers.
 
 The answer is found as for mathematics (`extraction.py`). `073`, `73.`, `73.0`, `73^\circ`, `1,234`,
-`$73`, `73 apples`, `73 thousand` (73000) and `n = 73` are integers, on either side; `13 = 14` is
-none. Another number is wrong (0), `73 squared` for instance; text that is no number, such as an
-unevaluated `\frac{146}{2}`, is `unparseable`: the task asks for the integer.
+`$73`, `73 apples`, `73 thousand` (73000), `n = 73` and `m + n = 73` are integers, on either side;
+`13 = 14`, `2n = 73`, `n >= 73` and `a = 13, b = 73` are none (`equations.py`). Another number is
+wrong (0), `73 squared` for instance; text that is no number, such as an unevaluated
+`\frac{146}{2}`, is `unparseable`: the task asks for the integer.
 """
 
 import re
 from functools import lru_cache
 
+from services.reward.graders.equations import is_name, sides
 from services.reward.graders.extraction import NoAnswer, find_answer
 from services.reward.graders.literals import Number, is_changed_by, read_number, scaled
 from services.reward.graders.notation import tidy
@@ -19,6 +21,10 @@ MAX_CHARS = 4000
 _UNIT = re.compile(
     r"(?<=\d)(?:\\degree|\\percent|\\?\$"
     r"| ?\\(?:text|mathrm|mbox)\{([^{}]*)\}| ?([A-Za-z]{3,}(?: [a-z]+)*))$"
+)
+# Numbers and what joins them: a sum that was worked out.
+_NUMERIC = re.compile(
+    r"(?:[\d\s.+\-/^!(){}$]|\\(?:frac|cdot|times|div|sqrt|binom|degree)(?![a-zA-Z])|\\\$)+"
 )
 _TEXT = re.compile(r"^\\(?:text|mathrm|mbox|mathbf|textbf)\s*\{([^{}]*)\}$")
 _CURRENCY = re.compile(r"^([-+]?)(?:\\?\$|€|£) ?")
@@ -82,12 +88,19 @@ def _range(low: int | None, high: int | None) -> str:
 def _read(text: str) -> Number | None:
     if len(text) > MAX_CHARS:
         return None
-    *earlier, value = [_bare(side) for side in tidy(text).split("=")]
-    number = read_number(value)
+    text = tidy(text)
+    chain = sides(text) if "=" in text else [text]
+    if not chain:
+        return None
+    *earlier, value = chain
+    number = read_number(_bare(value))
     if number is None or not number.digits:
         return None
-    others = [read_number(side) for side in earlier]
-    return None if any(one is not None and not _same(one, number) for one in others) else number
+    others = [read_number(_bare(side)) for side in earlier]
+    if any(one is not None and not _same(one, number) for one in others):
+        return None
+    is_said = not earlier or is_name(earlier[0]) or _NUMERIC.fullmatch(earlier[0])
+    return number if is_said else None
 
 
 def _bare(side: str) -> str:

@@ -12,8 +12,9 @@ What counts as the answer: `extraction.py`. How an answer is compared with the g
   of two is wrong, and so is hedging ("13 or 14"). Pairs, intervals and matrices keep their order,
   intervals their open and closed ends; conditions are read as intervals (`ranges.py`).
 * `200,100` is one number or two, whichever the other side is (`notation.readings`).
-* `x = 5` is 5. `x = 5` is not `y = 5`. Of a chain of equations the last right side counts, unless
-  an earlier side is another number: `13 = 14` is neither.
+* `x = 5` is 5. `x = 5` is not `y = 5`. Of a chain of equations the last side counts where the
+  first names it (`m + n = 5`; `equations.py`), unless an earlier side is another number: `13 = 14`
+  is neither, and `2x = 5` is no 5.
 * Clock times are texts, and `7:05 pm` is also 19:05. Where the gold has no two digits behind its
   colon it is a ratio, which may be reduced, and written as a fraction.
 * Words and choices ignore case and `\text`: `\text{(B)}` is B. Of an answer that gives letter and
@@ -28,6 +29,8 @@ import re
 from functools import lru_cache
 
 from services.reward.graders.algebra import refuse_large_gold, same_by_verify, same_value
+from services.reward.graders.brackets import without_groups
+from services.reward.graders.equations import is_name, sides
 from services.reward.graders.extraction import NoAnswer, find_answer
 from services.reward.graders.forms import (
     Assigned,
@@ -35,10 +38,8 @@ from services.reward.graders.forms import (
     Group,
     Leaf,
     Unreadable,
-    earlier_sides,
     is_relation,
     read_form,
-    right_side,
     split_choice,
 )
 from services.reward.graders.literals import Number, same_number
@@ -49,7 +50,10 @@ from shared.messages import Score, Unparseable
 MAX_EXTRACTED_CHARS = 200
 
 _EMPTY = "\\emptyset"
-_SYMBOL = re.compile(r"(?<!\\)(?<![a-zA-Z])[a-zA-Z]")
+_SYMBOL = re.compile(
+    r"(?<!\\)(?<![a-zA-Z])[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|varphi"
+    r"|psi|omega|Delta|Gamma|Theta|Lambda|Sigma|Phi|Psi|Omega)(?![a-zA-Z])"
+)
 
 
 def grade(response: str, gold: str) -> Score | Unparseable:
@@ -121,6 +125,8 @@ def same(gold: Form, answer: Form) -> bool:
 
 def _same_assigned(gold: Form, answer: Form) -> bool:
     if isinstance(gold, Assigned) and isinstance(answer, Assigned):
+        if (gold.variable, gold.value.text) == (answer.value.text, answer.variable):  # x = y
+            return True
         return gold.variable == answer.variable and same(gold.value, answer.value)
     if isinstance(answer, Assigned):
         if isinstance(gold, Leaf) and is_relation(gold.value):
@@ -211,16 +217,23 @@ def same_leaf(gold: Leaf, answer: Leaf) -> bool:
         return False
     if gold.number is not None and answer.number is not None:
         return _same_percent(gold.number, answer.number, gold, answer)
-    last_side = right_side(answer.value)
-    if last_side and not is_relation(gold.value):
-        return same(gold, read_form(last_side)) and _is_true_chain(gold, answer.value)
+    if "=" in without_groups(answer.value) and not is_relation(gold.value):
+        return _is_last_side(gold, sides(answer.value))
     return same_value(gold, answer)
 
 
-def _is_true_chain(gold: Leaf, chain: str) -> bool:
-    """Whether no earlier side of a chain of equations is another number: `13 = 14` hedges."""
-    constants = [side for side in earlier_sides(chain) if side and not _SYMBOL.search(side)]
-    return all(same(gold, read_form(side)) for side in constants)
+def _is_last_side(gold: Leaf, chain: list[str]) -> bool:
+    """Whether a chain of equations ends with the gold: no side is another number (`13 = 14`).
+
+    The first side is a name or has the gold's value itself; `2x = 5` does not say 5.
+    """
+    if not chain or not same(gold, read_form(chain[-1])):
+        return False
+    first, *_ = earlier = chain[:-1]
+    checked = [side for side in earlier if not _SYMBOL.search(side)]
+    if _SYMBOL.search(first) and not is_name(first):
+        checked.append(first)
+    return all(same(gold, read_form(side)) for side in checked)
 
 
 def _settled_by_words(gold: Leaf, answer: Leaf) -> bool:
