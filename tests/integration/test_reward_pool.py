@@ -183,6 +183,19 @@ async def test_waiting_for_a_slow_place_uses_up_no_limit(pool: GradingPool) -> N
     assert await asyncio.gather(*hostile) == [Timeout(after_s=0.6)] * 8
 
 
+async def test_a_slow_check_is_charged_for_no_leftover_of_another_batch() -> None:
+    """The worker of the first still has the third before it, which hangs, when it is done."""
+    config = PoolConfig(workers=1, spare_workers=1, slow_workers=1, plug_ins=PLUG_INS)
+    with hostile_graders_on_the_path():
+        pool = await GradingPool.start(config)
+    try:
+        checks = [Check("sleeps", seconds, "", 1.0) for seconds in ("0.4", "0.2", "60")]
+        outcomes = await pool.grade(checks)
+    finally:
+        await pool.close()
+    assert [outcome.kind for outcome in outcomes] == ["score", "score", "timeout"]
+
+
 async def test_a_check_that_finds_no_slow_place_is_an_error() -> None:
     with hostile_graders_on_the_path():
         pool = await GradingPool.start(CONFIG.model_copy(update={"slow_wait_s": 0.3}))

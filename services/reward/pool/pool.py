@@ -204,11 +204,10 @@ class GradingPool:
             LATENCY.labels(_lane(task)).observe(time.monotonic() - task.request.asked_s)
 
     def _batch_done(self, worker: Worker) -> None:
+        runs_on = None in worker.batch  # what was handed over; a next check would wait behind it
         worker.batch = []
-        if worker.watch is not None:
-            worker.watch.cancel()
-            worker.watch = None
-        if worker.is_slow and not self._slow_line:
+        worker.stop_watch()
+        if worker.is_slow and (runs_on or not self._slow_line):
             self._replace(worker, "slow")
         elif worker.is_stale or worker.num_checks >= self._config.max_checks_per_worker:
             self._replace(worker, "age")
@@ -219,8 +218,7 @@ class GradingPool:
         return COLD_SLOW_AFTER_S if is_cold else self._config.slow_after_s
 
     def _look_after(self, worker: Worker, seconds: float) -> None:
-        if worker.watch is not None:
-            worker.watch.cancel()
+        worker.stop_watch()
         loop = asyncio.get_running_loop()
         worker.watch = loop.call_later(max(seconds, 0.001), self._look_at, worker)
 

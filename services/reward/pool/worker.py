@@ -99,11 +99,14 @@ class Worker(asyncio.Protocol):
             nice += os.getpriority(os.PRIO_PROCESS, self.pid)
             os.setpriority(os.PRIO_PROCESS, self.pid, min(nice, 19))
 
-    def close(self) -> None:
-        """Hear nothing more from it; killing the process is the zygote's part."""
+    def stop_watch(self) -> None:
         if self.watch is not None:
             self.watch.cancel()
             self.watch = None
+
+    def close(self) -> None:
+        """Hear nothing more from it; killing the process is the zygote's part."""
+        self.stop_watch()
         if self._is_open:
             self._last_progress = self._page.read()
             self._page.close()
