@@ -302,15 +302,18 @@ class Collector:
         await self._feeder.fill()
 
     async def _drop_outdated(self) -> None:
-        """Drop kept groups that a later version has overtaken."""
-        oldest = self._admission.oldest_trainable(self._progress)
-        outdated = [
-            name for name, group in self._kept.items() if (group.oldest_version or 0) < oldest
-        ]
-        if outdated:
-            entries = [entry for name in outdated if (entry := self._books.group(name))]
-            await self.drop(entries, reason="too_old")
+        """Drop kept groups that a later version has overtaken; none is kept when this returns.
+
+        What was judged before that version may be kept while others are dropped: look again.
+        """
+        while outdated := self._outdated():
+            await self.drop(outdated, reason="too_old")
             await self._feeder.fill()
+
+    def _outdated(self) -> list[Group]:
+        oldest = self._admission.oldest_trainable(self._progress)
+        names = [name for name, group in self._kept.items() if (group.oldest_version or 0) < oldest]
+        return [entry for name in names if (entry := self._books.group(name))]
 
     def _is_awaited(self) -> bool:
         """Deterministic jobs choose only once all that was drawn is there."""

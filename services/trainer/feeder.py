@@ -42,7 +42,7 @@ class Feeder:
         self._stream = topology.prompts(source.job_id)
         # Of open groups, those that came and wait for their step; the collector knows.
         self.num_kept: Callable[[], int] = lambda: 0
-        self.quiet = asyncio.Lock()  # held while drawn groups are on their way to the stream
+        self.quiet = asyncio.Lock()  # held while groups are on their way to the stream or out of it
         self._entry_ids: dict[str, bytes] = {}  # of prompts that this process published
 
     async def fill(self, *, next_wave: bool = False) -> int:
@@ -68,14 +68,18 @@ class Feeder:
             await self._publish(groups)
 
     async def withdraw(self, group_ids: Iterable[str]) -> None:
-        """Take prompts that nobody needs any more out of the stream, as far as we know them."""
-        ids = [self._entry_ids.pop(name) for name in group_ids if name in self._entry_ids]
-        if not ids:
-            return
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.xack(self._stream, topology.SAMPLERS, *ids)
-            pipe.xdel(self._stream, *ids)
-            await pipe.execute()
+        """Take prompts that nobody needs any more out of the stream, as far as we know them.
+
+        Not while others are on their way: whom they overtake gets another entry.
+        """
+        async with self.quiet:
+            ids = [self._entry_ids.pop(name) for name in group_ids if name in self._entry_ids]
+            if not ids:
+                return
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.xack(self._stream, topology.SAMPLERS, *ids)
+                pipe.xdel(self._stream, *ids)
+                await pipe.execute()
 
     def forget(self, group_ids: Iterable[str]) -> None:
         """Their prompts were answered; there is nothing left to withdraw."""

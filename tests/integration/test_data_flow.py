@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from services.trainer import feeder
 from services.trainer.prompts import NoPromptFits
 from services.trainer.steps import JobPaused
 from services.trainer.warm_up import (
@@ -22,6 +23,7 @@ from services.trainer.warm_up import (
 from shared import topology
 from shared.data import DataError
 from shared.messages import Outcome, PromptGroup, Score
+from shared.ranked import publish_ranked
 from tests.integration import conductor_world
 from tests.integration.conductor_world import (
     JOB_ID,
@@ -181,6 +183,39 @@ async def test_long_prompts_are_asked_first_over_a_whole_step(redis: Redis, tmp_
             assert await waiting_lengths(redis) == left
         await parts.feeder.withdraw([f"{JOB_ID}.g000000"])  # also one that was overtaken twice
         assert await waiting_lengths(redis) == [40, 12]
+        await conductor.close(None)
+
+
+async def test_a_prompt_that_is_overtaken_while_it_is_dropped_leaves_the_stream(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = ["a" * length for length in (3, 30, 7, 12)]
+    job = make_job(data={"path": "/nowhere/rows.jsonl", "shuffle": False}, steps=2)
+    async with running_world(redis, tmp_path / "run", job=job, rows=rows, servers=0) as world:
+        conductor = world.conductor()
+        parts, stream = conductor.parts, topology.prompts(JOB_ID)
+        parts.progress.published_version = 0
+        await redis.xgroup_create(stream, topology.SAMPLERS, id="0", mkstream=True)
+        await parts.feeder.fill()
+        entries = {entry.draw: entry for entry in parts.books.open_groups()}
+        await parts.collector.drop([entries[1]], reason="surplus")
+        appended, answered = asyncio.Event(), asyncio.Event()
+
+        async def answering_late(*args: Any, **fields: Any) -> Any:
+            told = await publish_ranked(*args, **fields)
+            appended.set()
+            await answered.wait()
+            return told
+
+        monkeypatch.setattr(feeder, "publish_ranked", answering_late)
+        filling = asyncio.create_task(parts.feeder.fill())
+        await asyncio.wait_for(appended.wait(), 10)
+        assert await waiting_lengths(redis) == [12, 7, 3]
+        dropping = asyncio.create_task(parts.collector.drop([entries[2]], reason="surplus"))
+        await asyncio.wait({dropping}, timeout=0.3)  # time enough to go wrong
+        answered.set()
+        await asyncio.wait_for(asyncio.gather(filling, dropping), 10)
+        assert await waiting_lengths(redis) == [12, 3]
         await conductor.close(None)
 
 

@@ -143,6 +143,39 @@ async def test_a_group_overtaken_while_it_was_judged_is_not_trained(
         assert hand.parts.books.group(f"{JOB_ID}.g000004").reason == "too_old"
 
 
+async def test_a_group_overtaken_while_its_routes_come_is_not_trained(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draw 1 is in time when it is judged, and is kept while draw 0 is dropped as too old."""
+    async with by_hand(redis, tmp_path / "run", algorithm={"max_lag": 1}, sampling=SMALL) as hand:
+        books, collector, progress = hand.parts.books, hand.parts.collector, hand.parts.progress
+        progress.policy_version = 1
+        await hand.give([0], version=0, rewards=(0.0, 1.0))
+        await hand.give([2], version=1, rewards=(0.0, 1.0))
+        judged, overtaken = asyncio.Event(), asyncio.Event()
+        withdraw = hand.parts.feeder.withdraw
+
+        async def fetch(_: Any) -> None:
+            judged.set()
+            await overtaken.wait()
+
+        async def withdraw_slowly(names: Iterable[str]) -> None:
+            overtaken.set()
+            await hand.until_all_settled()
+            await withdraw(names)
+
+        monkeypatch.setattr(collector._routes, "fetch", fetch)
+        monkeypatch.setattr(hand.parts.feeder, "withdraw", withdraw_slowly)
+        coming = asyncio.create_task(hand.give([1], version=0, rewards=(0.0, 1.0)))
+        await asyncio.wait_for(judged.wait(), 10)
+        progress.policy_version = 2
+        taking = asyncio.create_task(collector.take(deadline_s=10))
+        await asyncio.wait_for(coming, 10)
+        await hand.give([3], version=2, rewards=(0.0, 1.0))
+        assert [group.draw for group in await taking] == [2, 3]
+        assert {books.group(f"{JOB_ID}.g{draw:06d}").reason for draw in (0, 1)} == {"too_old"}
+
+
 async def test_every_graded_sample_counts_once_however_late_it_comes(
     redis: Redis, tmp_path: Path
 ) -> None:
