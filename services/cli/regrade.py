@@ -10,7 +10,7 @@ import json
 import sqlite3
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +35,8 @@ from shared.local_stack import running
 from shared.messages import Outcome, Score, ScoredGroup
 from shared.refusals import fault
 
-ITEMS_AT_ONCE = 1000
+# Of one request; a reward service takes 64 MiB.
+ITEMS_AT_ONCE, BYTES_AT_ONCE = 1000, 32 * 2**20
 REQUEST_S = 600.0
 # Of files that do not say how they were graded.
 UNKNOWN_GRADER, UNKNOWN_TIMEOUT_S = "math", 5.0
@@ -194,14 +195,29 @@ async def ask(url: str, recorded: Sequence[Recorded]) -> list[Outcome]:
     """What a reward service says now; a refusal is an error that names the key."""
     outcomes: list[Outcome] = []
     async with HttpClient() as http:
-        for begin in range(0, len(recorded), ITEMS_AT_ONCE):
-            items = [_item(one) for one in recorded[begin : begin + ITEMS_AT_ONCE]]
+        for items in requests(recorded):
             try:
                 answer = await http.post(f"{url}/v1/grade", {"items": items}, timeout_s=REQUEST_S)
             except HttpFailed as err:
                 raise TandemError(_refusal(err)) from err
             outcomes += _OUTCOMES.validate_python(answer["outcomes"])
     return outcomes
+
+
+def requests(recorded: Iterable[Recorded]) -> Iterator[list[dict[str, Any]]]:
+    """The items of each request, in order; one that is too large by itself goes alone."""
+    items: list[dict[str, Any]] = []
+    num_bytes = 0
+    for one in recorded:
+        item = _item(one)
+        size = len(json.dumps(item))  # at most so many bytes on the wire: there it is not escaped
+        if items and (len(items) == ITEMS_AT_ONCE or num_bytes + size > BYTES_AT_ONCE):
+            yield items
+            items, num_bytes = [], 0
+        items.append(item)
+        num_bytes += size
+    if items:
+        yield items
 
 
 def _item(one: Recorded) -> dict[str, Any]:

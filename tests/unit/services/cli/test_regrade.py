@@ -1,12 +1,15 @@
 """A recorded run is read as it was graded, and only what is judged otherwise is shown."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
-from services.cli.regrade import differences, read_run, with_changes
+from services.cli.regrade import differences, read_run, requests, with_changes
 from services.evaluator.sample_file import SampleFile
+from services.reward.config import LimitsConfig
 from services.trainer.recording import RECORDING_FILE, Recording
 from shared.errors import ConfigInvalid
 from shared.job import Job
@@ -111,6 +114,17 @@ def test_each_is_judged_as_it_was_unless_the_command_says_otherwise(tmp_path: Pa
     assert with_changes(found[4], grader=None, timeout_s=None) == found[4]
     other = with_changes(found[4], grader="aime", timeout_s=9.0).judging
     assert (other.grader, other.timeout_s, other.parts) == ("aime", 9.0, of_group.parts)
+
+
+def test_a_request_is_never_larger_than_the_service_takes(tmp_path: Path) -> None:
+    limits, one = LimitsConfig(), next(read_run(keep_run(tmp_path)))
+    long = replace(one, response="ü" * limits.max_response_chars)
+    recorded = [*[one] * 1500, *[long] * 40, one]
+    parts = list(requests(recorded))
+    assert [item["response"] for part in parts for item in part] == [r.response for r in recorded]
+    assert max(len(part) for part in parts) == 1000
+    bodies = [httpx.Request("POST", "http://here", json={"items": part}) for part in parts]
+    assert max(len(body.content) for body in bodies) <= limits.max_body_bytes
 
 
 def test_a_recording_without_its_job_is_refused(tmp_path: Path) -> None:
