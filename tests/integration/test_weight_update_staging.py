@@ -12,7 +12,7 @@ import pytest_asyncio
 from services.rollout.engine.engine import Engine
 from services.rollout.staging import Stager, StagingStopped
 from services.rollout.weights import CommitFailed, UpdateConflict, Updates, UpdateUnknown
-from shared.errors import ChannelClosed, RemoteError
+from shared.errors import ChannelClosed, DeadlineExceeded, RemoteError
 from shared.tasks import end
 from shared.weights.manifest import Manifest, TensorEntry, shard_file
 from shared.weights.protocol import (
@@ -36,13 +36,14 @@ from tests.tiny_deepseek_v4 import DEMO
 
 
 class StandIn:
-    """An engine that activates at once, or refuses."""
+    """An engine that activates at once, refuses, or does not answer."""
 
     def __init__(self) -> None:
         self.spec = SimpleNamespace(arch=DEMO.with_format("fp8"), context_length=64)
         self.policy_version: int | None = None
         self.died = asyncio.Event()
         self.refuse = False
+        self.is_silent = False
         self.may_activate = asyncio.Event()
         self.may_activate.set()
         self.activated: list[tuple[int, list[str]]] = []
@@ -51,6 +52,8 @@ class StandIn:
         self, folder: Path, commit: CommitUpdate, *, timeout_s: float
     ) -> CommitResult:
         await self.may_activate.wait()
+        if self.is_silent:
+            raise DeadlineExceeded("the engine", timeout_s)
         if self.refuse:
             raise RemoteError("WeightsCorrupt", "probe: mean |delta log p| 3 exceeds 0.1")
         self.policy_version = int(folder.name[1:])
@@ -334,6 +337,21 @@ async def test_a_refused_commit_leaves_the_way_open(
     begin(updates, trainer, 1)
     assert (await outcome(updates, 1)).state == "staged"
     assert (await updates.commit(1, CommitUpdate())).version == 1
+
+
+async def test_an_engine_that_does_not_answer_a_commit_is_restarted(
+    updates: Updates, trainer: Trainer, engine: StandIn
+) -> None:
+    """It may still apply the version: what is served is unknown."""
+    begin(updates, trainer, 1)
+    await outcome(updates, 1)
+    engine.is_silent = True
+    sentence = "waited 5 s for the engine; the engine is restarted"
+    with pytest.raises(CommitFailed, match=f"version 1: {sentence}"):
+        await updates.commit(1, CommitUpdate())
+    assert engine.died.is_set()
+    status = updates.status(1)
+    assert (status.state, status.error) == ("failed", "waited 5 s for the engine")
 
 
 async def test_a_commit_that_is_repeated_joins_the_first(

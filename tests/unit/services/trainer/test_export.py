@@ -112,47 +112,117 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: one[1].tobytes() for name, one in found.items() if one is not None}
 
 
+def moved_slightly(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: values if values.dtype == torch.int64 or "norm" in name
+        else values + 2e-4 * torch.randn(values.shape, generator=generator)
+        for name, values in weights.items()
+    }  # fmt: skip
+
+
+def rebuilt(base: Path, folder: Path) -> int:
+    """Shards that come as changes; each gives the published bytes."""
+    before, after = StoredVersion.open(base), StoredVersion.open(folder)
+    assert before is not None
+    assert after is not None
+    assert after.manifest.delta is not None
+    changed = [index for index, one in enumerate(after.manifest.delta.shards) if one is not None]
+    for index in changed:
+        changes = np.fromfile(folder / delta_file(index), np.uint8)
+        result = rebuild_shard(before, after.manifest, index, changes)
+        assert result.tobytes() == (folder / shard_file(index)).read_bytes()
+    return len(changed)
+
+
 @pytest.fixture(scope="module")
 def weights() -> dict[str, Tensor]:
     return random_weights(DEMO, seed=1)
+
+
+def export_parts(parts: list[dict[str, Tensor]], folder: Path, **more: object) -> list[object]:
+    """Each rank publishes its own tensors; the manifest that each of them has then."""
+    team = Team(len(parts))
+
+    def rank(number: int) -> Manifest:
+        exchange = Exchange(number, lambda mine: team.meet(number, mine))  # type: ignore[arg-type,return-value]
+        return export(parts[number], folder, exchange=exchange, **more)
+
+    return team.run(rank)
+
+
+@dataclass
+class TwoRanks:
+    """Publish what two ranks hold slices of; `owned` are the names that each of them wrote."""
+
+    owned: list[list[str]] = field(default_factory=lambda: [[], []])
+
+    def export(self, weights: dict[str, Tensor], folder: Path, **more: object) -> list[object]:
+        team = Team(2)
+        folder.mkdir()
+
+        def rank(number: int) -> Manifest:
+            exchange = Exchange(number, lambda mine: team.meet(number, mine))  # type: ignore[arg-type,return-value]
+            own = dict(whole_tensors(pieces_of(weights, number, 2), Group(team, number)))
+            self.owned[number] = list(own)
+            return export(own, folder, exchange=exchange, **more)
+
+        return team.run(rank)
 
 
 def test_two_sources_of_split_tensors_publish_the_bytes_of_one(
     weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
     export(weights, tmp_path / "one")
-    team, folder = Team(2), tmp_path / "two"
-    folder.mkdir()
-    owned: list[list[str]] = [[], []]
-
-    def rank(number: int) -> Manifest:
-        def own() -> Iterator[tuple[str, Tensor]]:
-            for name, values in whole_tensors(pieces_of(weights, number, 2), Group(team, number)):
-                owned[number].append(name)
-                yield name, values
-
-        exchange = Exchange(number, lambda mine: team.meet(number, mine))  # type: ignore[arg-type,return-value]
-        return export_version(
-            own(),
-            folder,
-            job_id="test",
-            policy_version=1,
-            policy=POLICIES["fp8"],
-            max_shard_bytes=200_000,
-            exchange=exchange,
-        )
-
-    first, second = team.run(rank)
+    ranks, folder = TwoRanks(), tmp_path / "two"
+    first, second = ranks.export(weights, folder)
     assert isinstance(first, Manifest)
     assert first == second == Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
     assert {shard.part for shard in first.shards} == {0, 1}
     assert contents(folder) == contents(tmp_path / "one")
-    assert set(owned[0]).isdisjoint(owned[1])
-    for names in owned:
+    assert set(ranks.owned[0]).isdisjoint(ranks.owned[1])
+    for names in ranks.owned:
         assert len(names) > len(weights) / 3
         assert all(fused_partner(name) in {None, *names} for name in names)
     files = {path.name for path in folder.iterdir()}
     assert files == {MANIFEST_FILE, *(shard_file(one.index) for one in first.shards)}
+
+
+def test_changes_of_two_sources_rebuild_the_bytes_of_one(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Two versions in a row; each part's changes are numbered as its shards are."""
+    ranks, moved = TwoRanks(), moved_slightly(weights)
+    ranks.export(weights, tmp_path / "1")
+    second, _ = ranks.export(moved, tmp_path / "2", version=2, base=tmp_path / "1")
+    assert isinstance(second, Manifest)
+    assert second.delta is not None
+    assert second.delta.base_version == 1
+    assert {one.part for one in second.shards if second.delta.shards[one.index]} == {0, 1}
+    assert rebuilt(tmp_path / "1", tmp_path / "2") == len(second.shards)
+    export(moved, tmp_path / "one", version=2)
+    assert contents(tmp_path / "2") == contents(tmp_path / "one")
+
+
+def test_a_part_without_changes_leaves_those_of_the_others_their_places(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Rank 0 has nothing smaller than its shards, so its part has no changes at all."""
+    names = [name for name in sorted(weights) if ".experts." in name]
+    kept, new = names[::2], names[1::2]
+    other = random_weights(DEMO, seed=2)
+    versions = {
+        1: [{name: weights[name] for name in new}, {name: weights[name] for name in kept}],
+        2: [{name: other[name] for name in new}, {name: weights[name] for name in kept}],
+    }
+    for version, parts in versions.items():
+        folder, base = tmp_path / str(version), tmp_path / str(version - 1)
+        manifest, _ = export_parts(parts, folder, version=version, base=base)
+    assert isinstance(manifest, Manifest)
+    assert manifest.delta is not None
+    has_changes = [one is not None for one in manifest.delta.shards]
+    assert has_changes == [one.part == 1 for one in manifest.shards]
+    assert rebuilt(tmp_path / "1", tmp_path / "2") == sum(has_changes) > 0
 
 
 def test_an_error_of_one_rank_is_raised_by_all_with_the_tensor_and_the_rank(
@@ -193,22 +263,12 @@ def test_changes_since_a_base_rebuild_the_version_to_the_byte(
     weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
     export(weights, tmp_path / "0", version=0)
-    generator = torch.Generator().manual_seed(5)
-    moved = {
-        name: values if values.dtype == torch.int64 or "norm" in name
-        else values + 2e-4 * torch.randn(values.shape, generator=generator)
-        for name, values in weights.items()
-    }  # fmt: skip
+    moved = moved_slightly(weights)
     manifest = export(moved, tmp_path / "1", base=tmp_path / "0")
     assert manifest.delta is not None
     assert manifest.delta.base_version == 0
     assert 0 < manifest.delta_bytes < 0.5 * manifest.num_bytes
-    base = StoredVersion.open(tmp_path / "0")
-    assert base is not None
-    for shard in manifest.shards:
-        changes = np.fromfile(tmp_path / "1" / delta_file(shard.index), np.uint8)
-        rebuilt = rebuild_shard(base, manifest, shard.index, changes)
-        assert rebuilt.tobytes() == (tmp_path / "1" / shard_file(shard.index)).read_bytes()
+    assert rebuilt(tmp_path / "0", tmp_path / "1") == len(manifest.shards)
     wrong = StoredVersion.open(tmp_path / "1")
     assert wrong is not None
     with pytest.raises(WeightsCorrupt, match="checksum differs"):
