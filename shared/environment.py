@@ -127,7 +127,8 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str | None:
     """Of the sources: what the image was built from, or what git says; `-dirty` when changed."""
-    if told := os.environ.get(_COMMIT_VARIABLE):
+    told = os.environ.get(_COMMIT_VARIABLE)
+    if told and told != "unknown":  # an image that was built without saying so
         return told
     found = _output("git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty")
     return found.strip() if found else None

@@ -221,7 +221,7 @@ class RolloutServer:
             return {}
         try:
             return await self.serving.engine.spans(max_spans)
-        except (ChannelClosed, DeadlineExceeded) as err:
+        except (ChannelClosed, DeadlineExceeded, RemoteError) as err:
             log.warning("engine_tells_no_spans", error=str(err))
             return {}
 
@@ -231,7 +231,7 @@ class RolloutServer:
             return None
         try:
             return {"engine": await self.serving.engine.environment()}
-        except (ChannelClosed, DeadlineExceeded) as err:
+        except (ChannelClosed, DeadlineExceeded, RemoteError) as err:
             log.warning("engine_tells_no_environment", error=str(err))
             return None
 

@@ -121,7 +121,7 @@ class Stager:
             self._pull("deltas", shard, file, changes.num_bytes, changes.checksum)
             raw = np.fromfile(file, np.uint8)
             rebuilt = rebuild_shard(self._base, self._manifest, shard.index, raw)
-        except WeightsCorrupt as err:
+        except (WeightsCorrupt, NotArrived) as err:
             for one in (file, _mark(file)):
                 one.unlink(missing_ok=True)
             log.warning("delta_refused", shard=shard.index, error=str(err))

@@ -232,6 +232,8 @@ def load(path: Path, *, model: nn.Module, optimizer: MegatronOptimizer) -> dict[
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     separate_steps(optimizer)
+    if "generators" not in state:
+        raise WeightsCorrupt(f"{path}: no generators; an older release wrote it otherwise")
     _restore_generators(state["generators"])
     return cast(dict[str, int], state["progress"])
 

@@ -66,11 +66,12 @@ class World:
         self.url = f"http://127.0.0.1:{self.trainer.port}"
         self.peers: list[Peer] = []
         self.fanout = Fanout(self.url, max_sends=1)
+        self.lost: set[str] = set()  # files that the trainer has no more
 
     def _find(self, version: int, kind: Kind, index: int) -> Path | None:
         name = shard_file(index) if kind == "shards" else delta_file(index)
         path = self.published[version] / name
-        return path if path.exists() else None
+        return path if path.exists() and name not in self.lost else None
 
     def manifest(self, version: int) -> Manifest:
         return Manifest.model_validate_json(
@@ -210,6 +211,16 @@ async def test_a_base_or_a_change_with_other_bytes_costs_only_that_shard(
     (status,) = await world.update(1, peer)
     assert status.rebuilt_shards == len(world.manifest(1).shards) - 1
     assert set(world.sent(1)) == {1}
+
+
+async def test_a_shard_whose_changes_nobody_has_is_pulled_whole(world: World) -> None:
+    (peer,) = world.add(1)
+    await world.update(0, peer)
+    manifest = world.manifest(1)
+    world.lost = {delta_file(0)}
+    (changes,) = await world.update(1, peer)
+    assert changes.rebuilt_shards == len(manifest.shards) - 1
+    assert world.sent(1) == {0: manifest.shards[0].num_bytes}
 
 
 async def test_each_byte_leaves_the_trainer_as_often_as_configured(world: World) -> None:

@@ -33,11 +33,15 @@ MEMORY_BYTES = 512 * 2**20
 FILE_BYTES = 16 * 2**20
 DISK_BYTES = 64 * 2**20  # of all its files together
 MAX_FILES = 4096
+MAX_DEPTH = 64  # of folders within each other
+REMOVE_S = 30.0
 WATCH_S = 0.05
 MAX_TESTS = 100
 TOLERANCE = 1e-6  # of numbers that a function returns or a program prints
 
-NO_SPACE = f"its files exceed {DISK_BYTES // 2**20} MiB or {MAX_FILES} in number"
+NO_SPACE = (
+    f"its files exceed {DISK_BYTES // 2**20} MiB, {MAX_FILES} in number or {MAX_DEPTH} levels"
+)
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^`\s]*)[^`]*")
 _LANGUAGES = {"", "python", "python3", "py"}
@@ -112,7 +116,7 @@ def _read_gold(gold: str) -> _Tests:
 def _run(code: str, given: Any, function: str | None, left_s: float) -> _Ended:
     if left_s <= 0:
         return _Ended(failure="no time was left")
-    with tempfile.TemporaryDirectory(prefix="tandem-code-") as folder:
+    with _scratch() as folder:
         request = {
             "code": code,
             "folder": folder,
@@ -126,6 +130,16 @@ def _run(code: str, given: Any, function: str | None, left_s: float) -> _Ended:
             "max_files": MAX_FILES,
         }
         return _in_child(request, Path(folder), left_s)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[str]:
+    """A folder, and whatever is in it at the end, however deep: Python's own removal recurses."""
+    folder = tempfile.mkdtemp(prefix="tandem-code-")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["rm", "-rf", "--", folder], check=False, timeout=REMOVE_S)
 
 
 def _in_child(request: dict[str, Any], folder: Path, left_s: float) -> _Ended:
@@ -178,17 +192,28 @@ def used_too_much(folder: Path, pid: int) -> bool:
     """
     num_files = num_bytes = 0
     for status in _files(folder, pid):
+        if status is None:
+            return True
         num_files, num_bytes = num_files + 1, num_bytes + 512 * status.st_blocks
         if num_files > MAX_FILES or num_bytes > DISK_BYTES:
             return True
     return False
 
 
-def _files(folder: Path, pid: int) -> Iterator[os.stat_result]:
-    for path, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            with contextlib.suppress(OSError):  # it has gone meanwhile
-                yield os.lstat(os.path.join(path, name))  # noqa: PTH118  there may be thousands
+def _files(folder: Path, pid: int) -> Iterator[os.stat_result | None]:
+    """Everything below the folder; None for what lies too deep."""
+    waiting = [(str(folder), 0)]
+    while waiting:
+        path, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            yield None
+            return
+        with contextlib.suppress(OSError), os.scandir(path) as entries:  # it has gone meanwhile
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    yield entry.stat(follow_symlinks=False)
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append((entry.path, depth + 1))
     with contextlib.suppress(OSError):  # the program has ended
         for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
             with contextlib.suppress(OSError):

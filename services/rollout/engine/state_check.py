@@ -2,7 +2,8 @@
 
 A witness, the beginning of a probe's sequence, is computed under the old weights in a slot like any
 completion's. After the switch nothing may be taken for computed, and the witness must score as the
-candidate scored it where nothing else had been; else the old version is put back, with its state.
+candidate scored it where nothing else had been; else the old version is put back, and computes its
+state anew.
 """
 
 import numpy as np

@@ -137,10 +137,15 @@ class Profiler:
         services, missing = await self._services(profile)
         line = aligned([own, *ranks, *services], window_ns=window_ns, boot_id=own.boot_id)
         folder = self._run_dir / PROFILES / profile.profile_id
-        profile.result = await asyncio.to_thread(
-            write_profile, folder, line, profile_id=profile.profile_id, job_id=self._job_id,
-            steps=profile.steps_seen, missing=missing,
-        )  # fmt: skip
+        try:
+            profile.result = await asyncio.to_thread(
+                write_profile, folder, line, profile_id=profile.profile_id, job_id=self._job_id,
+                steps=profile.steps_seen, missing=missing,
+            )  # fmt: skip
+        except OSError as err:  # no room, or no right: the job goes on without it
+            profile.state, profile.error = "failed", f"cannot write {folder}: {err.strerror}"
+            log.warning("profile_failed", job_id=self._job_id, error=profile.error)
+            return
         profile.state = "done"
         await self._redis.delete(topology.spans(self._job_id))
         log.info("profile_done", job_id=self._job_id, folder=str(folder))

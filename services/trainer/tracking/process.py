@@ -18,7 +18,7 @@ from shared.process import die_with_parent, kill_marked, prepare_to_fork
 
 log = structlog.get_logger()
 LOG_FILE = "tracking.log"
-GOODBYE_S = 30.0  # W&B writes its file, or sends the rest
+GOODBYE_S = 8.0  # W&B writes its file, or sends the rest; within a service's own goodbye
 _MARK = "TANDEM_TRACKING"
 
 
@@ -31,9 +31,26 @@ async def tracking(settings: TrackingSection, run_dir: Path) -> AsyncIterator[No
     if not settings.is_on:
         yield
         return
+    try:
+        process = await _start(run_dir)
+    except OSError as err:
+        log.warning("tracking_not_started", error=str(err), hint=_hint(run_dir))
+        yield
+        return
+    try:
+        yield
+    finally:
+        await _end(process, run_dir)
+
+
+def _hint(run_dir: Path) -> str:
+    return f"python -m services.trainer.tracking {run_dir} writes the rest"
+
+
+async def _start(run_dir: Path) -> asyncio.subprocess.Process:
     prepare_to_fork()
     with (run_dir / LOG_FILE).open("ab") as output:
-        process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.trainer.tracking", str(run_dir), "--follow"),
             cwd=PROJECT_ROOT,
             env={**os.environ, _MARK: str(run_dir)},
@@ -43,20 +60,17 @@ async def tracking(settings: TrackingSection, run_dir: Path) -> AsyncIterator[No
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
-    try:
-        yield
-    finally:
-        await _end(process, run_dir)
 
 
 async def _end(process: asyncio.subprocess.Process, run_dir: Path) -> None:
-    hint = f"python -m services.trainer.tracking {run_dir} writes the rest"
+    hint = _hint(run_dir)
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)
     try:
         await asyncio.wait_for(process.wait(), GOODBYE_S)
     except TimeoutError:
         log.warning("tracking_late", after_s=GOODBYE_S, hint=hint)
-    kill_marked(_MARK, str(run_dir))
+    finally:
+        kill_marked(_MARK, str(run_dir))
     if await process.wait():
         log.warning("tracking_failed", code=process.returncode, log=LOG_FILE, hint=hint)

@@ -69,7 +69,7 @@ class RoutedClient(SGLangClient):
     async def generate(self, body: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
         """Each sequence is a call of its own: the router takes no others, and may spread them."""
         url = f"{self.url}/generate"
-        calls = [self._http.post(url, one, timeout_s=timeout_s) for one in _one_by_one(body)]
+        calls = [self._sampling.post(url, one, timeout_s=timeout_s) for one in _one_by_one(body)]
         answers = await _each(calls)
         # A router may wrap the answer of one sequence in a list of one.
         return [one[0] if isinstance(one, list) else one for one in answers]

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import tempfile
 import time
 from pathlib import Path
 
@@ -141,7 +142,7 @@ def test_all_files_of_a_program_together_are_bounded(
     outcome = graded(FILL.format(files=files, size=size, sleep_s=0.2), gold)
     assert outcome.value == expected, outcome.reason
     if not expected:
-        assert "its files exceed 64 MiB or 4096 in number" in outcome.reason
+        assert "its files exceed 64 MiB, 4096 in number" in outcome.reason
 
 
 def test_the_disk_is_watched_where_no_file_system_can_be_mounted(
@@ -162,6 +163,12 @@ def test_the_disk_is_watched_where_no_file_system_can_be_mounted(
     nameless += "    files.append(open('a', 'wb'))\n    os.remove('a')\n"
     nameless += "    files[-1].write(bytes(2**23)); files[-1].flush()\ntime.sleep(60)"
     assert NO_SPACE in graded(nameless, gold).reason
+    before = set(Path(tempfile.gettempdir()).glob("tandem-code-*"))
+    nested = (
+        "import os\nfor _ in range(1500):\n    os.mkdir('abcd')\n    os.chdir('abcd')\nprint(5)"
+    )
+    assert NO_SPACE in graded(nested, gold).reason
+    assert set(Path(tempfile.gettempdir()).glob("tandem-code-*")) == before
 
 
 def test_a_program_that_runs_on_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
