@@ -11,8 +11,10 @@ r"""Which part of a response is its answer. The rules, in order:
 3. Boxes joined by nothing but a comma, "and" or "or" ("or maybe", "or x =") are one list.
 4. A strict statement that is empty or never ends is no answer, and earlier ones do not replace it;
    nor is a box that the words before it deny ("not \boxed{5}").
-5. Without a strict statement, the last "answer is ..." counts up to the end of its sentence.
-6. A response that is one line with nothing but a number or one formula is its own answer.
+5. A label's answer ends with its line or sentence, and before what explains it (", since 6 fails",
+   "(see above)") unless that hedges or, in parentheses, is an equation.
+6. Without a strict statement, the last "answer is ..." counts up to the end of its sentence.
+7. A response that is one line with nothing but a number or one formula is its own answer.
 
 Everything takes linear time, whatever the text.
 """
@@ -44,7 +46,24 @@ _PROSE = re.compile(
 )
 _DENIED = re.compile(r"(?:\b(?:not|never)|n't|\\neq?|≠)[\s$*(:]*$", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
-_CLAUSE_END = re.compile(r",(?=\s+(?!and\b|or\b)[A-Za-z]{2})|;(?=\s)")
+_CLAUSE_END = re.compile(
+    r",(?=\s+(?!(?:and|or|but|if|unless|though|maybe|perhaps|possibly|alternatively)\b)[A-Za-z]{2})"
+    r"|;(?=\s)"
+)
+# What explains an answer behind a label, and what takes it back or adds another one.
+_EXPLANATION = re.compile(
+    r"[,;]\s+(?:since|because|as|where|which|by|with equality)\b|\s+(?:since|because)\b"
+    r"|\s+\((?:since|because|as|see|by|from|using|rounded|verified|checked|obtained)\b[^()=]*\)\s*\Z"
+)
+_APPROXIMATION = re.compile(
+    r"\s+\((?:about|approximately|approx\.?|roughly)\s[^()=]*\)\s*\Z"  # of what is no decimal
+)
+_DECIMAL = re.compile(r"[-+−$*_\d.,\s]*")
+_HEDGE = re.compile(
+    r"\b(?:or|but|if|unless|though|maybe|perhaps|possibly|probably|alternatively|actually|instead|wrong"
+    r"|incorrect|false|not the answer|could|may|might|either|another|other|else|correction)\b",
+    re.IGNORECASE,
+)
 _JOIN_FRAME = re.compile(
     r"\\(?:q?quad|text|mbox|mathrm|textrm)(?![a-z])|\\[,;:! ()\[\]]|\\\\|[\s${}()*~]"
 )
@@ -190,10 +209,20 @@ def _labelled(text: str, begin: int) -> Answer:
     if len(line) == len(rest) and len(text) > begin + MAX_LABELLED_CHARS:
         raise NoAnswer(f"a labelled answer of more than {MAX_LABELLED_CHARS} characters")
     line = re.split(r"</|<\|", line, maxsplit=1)[0].replace("(without quotes)", "")
-    value = _only_formula(line.strip(_EMPHASIS))
+    value = _only_formula(_without_explanation(line.strip(_EMPHASIS)))
     if not value.strip("*_`$. "):
         raise NoAnswer("a label without an answer")
     return Answer(value, "label")
+
+
+def _without_explanation(line: str) -> str:
+    """What stands before ", since 6 fails" or "(see above)"; all of it where that part hedges."""
+    found = _EXPLANATION.search(line)
+    if found is None and (found := _APPROXIMATION.search(line)) is not None:
+        found = None if _DECIMAL.fullmatch(line, 0, found.start()) else found
+    if found is None or not found.start() or _HEDGE.search(line, found.start()):
+        return line
+    return line[: found.start()].strip(_EMPHASIS)
 
 
 def _tagged(text: str, begin: int) -> Answer:

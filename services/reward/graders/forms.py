@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.reward.graders.brackets import closing_place, nesting, split_top, without_groups
 from services.reward.graders.equations import RELATION, is_name
-from services.reward.graders.literals import Number, is_changed_by, read_number, scaled
+from services.reward.graders.literals import Number, is_changed_by, is_remark, read_number, scaled
 from services.reward.graders.ranges import one_spelling
 
 MAX_DEPTH = 40
@@ -71,6 +71,7 @@ _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|lt|gt)(?![a-zA-Z])")
 _PROSE = re.compile(
     r"\\(?:text|mbox|hbox|textrm|textbf|textit|textnormal)\s*\{[^{}]*(?:[A-Za-z]{2}|\bk\b)"
 )
+_GOES_ON = re.compile(r"\d\s*\\(?:[lc]?dots|dotsc)$|\?\s*\}?$")  # 5\ldots
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _ASSIGNED = re.compile(
     r"(\\text\{[^{}]*\}|\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
@@ -103,7 +104,6 @@ _SHORT_UNITS = {
     "cm", "mm", "km", "in", "ft", "yd", "mi", "kg", "mg", "lb", "oz", "mph", "kph", "hr", "min",
     "sec", "deg", "ml", "sq", "am", "pm",
 }  # fmt: skip
-_NO_UNIT = re.compile(r"\b(?:or|and|not|no|to|if|but|than|more|less|most|least|about)\b")
 _CHOSEN = re.compile(
     r"(?:\\(?:text|textbf|mathbf|mathrm|textrm)\s*\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\)|([A-J])[.:)])(.+)"
 )
@@ -270,7 +270,9 @@ def read_leaf(text: str) -> Leaf:
         is_textual = _TEXT.search(value) is not None or " " in inner
         is_textual |= _CAPITALS.fullmatch(inner) is not None
         return _words(text, inner, is_textual=is_textual)
-    if _PROSE.search(value):  # math-verify would read over it: `13 \\text{ or more}`
+    if _PROSE.search(value) or _GOES_ON.search(
+        value
+    ):  # math-verify would read over it: `13 \\text{ or more}`
         return _words(text, inner)
     return Leaf(text, value, None, unit, is_percent)
 
@@ -296,12 +298,12 @@ def _without_unit(text: str) -> tuple[str, str, bool]:
     found = _TEXT_UNIT.search(value)
     if found and (before := value[: found.start()].strip()):
         amount, words = scaled(before, found[1])
-        if not _NO_UNIT.search(words) and not is_changed_by(words):
+        if not is_remark(words) and not is_changed_by(words):
             return amount, _unit(words, found[2]) or unit, is_percent
     plain = _WORD_UNIT.fullmatch(value)
     if plain and _is_unit(plain[3], is_apart=bool(plain[2])):
         amount, words = scaled(plain[1].strip(), plain[3])
-        if not is_changed_by(words):
+        if not is_remark(words) and not is_changed_by(words):
             return amount, _unit(words, plain[4]) or unit, is_percent
     return value, unit, is_percent
 

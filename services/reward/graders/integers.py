@@ -12,7 +12,13 @@ from functools import lru_cache
 
 from services.reward.graders.equations import is_name, sides
 from services.reward.graders.extraction import NoAnswer, find_answer
-from services.reward.graders.literals import Number, is_changed_by, read_number, scaled
+from services.reward.graders.literals import (
+    Number,
+    is_changed_by,
+    is_remark,
+    read_number,
+    scaled,
+)
 from services.reward.graders.notation import tidy
 from shared.messages import Score, Unparseable
 
@@ -110,7 +116,7 @@ def _bare(side: str) -> str:
     if unit is None:
         return side.strip()
     value, words = scaled(side[: unit.start()], unit[1] or unit[2] or "")
-    return side if is_changed_by(words) else value.strip()
+    return side if is_changed_by(words) or is_remark(words) else value.strip()
 
 
 def _is_changed(text: str) -> bool:

@@ -30,6 +30,12 @@ _CHANGE = re.compile(
     r"|\b(?:dozen|hundred|thousand|million|billion|trillion)s?\b",
     re.IGNORECASE,
 )
+_NO_UNIT = re.compile(
+    r"\b(?:or|and|not|no|to|if|but|than|more|less|most|least|about|is|are|was|isn't|never|unless|except"
+    r"|wrong|incorrect|false|invalid|maybe|perhaps|possibly|probably|likely|guess|unsure|correct|true)\b"
+    r"|\?",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +91,23 @@ def is_changed_by(words: str) -> bool:
     return _CHANGE.search(words) is not None
 
 
+def is_remark(words: str) -> bool:
+    """Whether `words` behind a number say something about it: "or so", "(wrong)"."""
+    return _NO_UNIT.search(words) is not None
+
+
 def is_rounding(decimal: Number, exact: Fraction) -> bool:
     """Whether `decimal` is `exact` rounded, with at least six significant digits."""
     if decimal.places is None or decimal.value is None or decimal.significant < 6:
         return False
     return abs(decimal.value - exact) <= Fraction(1, 2 * 10**decimal.places)
+
+
+def share(percent: Number) -> Number:
+    """A percentage as a share of one."""
+    value = None if percent.value is None else percent.value / 100
+    places = None if percent.places is None else percent.places + 2
+    return Number(value, "", places, percent.significant)
 
 
 def _sign(text: str) -> tuple[int, str]:

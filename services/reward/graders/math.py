@@ -42,7 +42,7 @@ from services.reward.graders.forms import (
     read_form,
     split_choice,
 )
-from services.reward.graders.literals import Number, same_number
+from services.reward.graders.literals import Number, same_number, share
 from services.reward.graders.notation import readings
 from services.reward.graders.screen import TooLarge
 from shared.messages import Score, Unparseable
@@ -249,8 +249,9 @@ def _same_percent(left: Number, right: Number, gold: Leaf, answer: Leaf) -> bool
         return True
     if gold.is_percent == answer.is_percent or left.value is None or right.value is None:
         return False
-    share = (left.value, right.value * 100) if gold.is_percent else (left.value * 100, right.value)
-    return share[0] == share[1]
+    return same_number(
+        share(left) if gold.is_percent else left, right if gold.is_percent else share(right)
+    )
 
 
 def _same_clock(gold: Leaf, answer: Leaf) -> bool:
