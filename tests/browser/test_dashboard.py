@@ -83,6 +83,14 @@ async def test_a_run_of_ten_thousand_steps_is_quick_and_goes_on_live(
     await expect(newest).to_have_text(str(ALL_STEPS + 1))  # no cursor is on the chart
     await expect(page.locator("#waits")).to_contain_text("the trainer waits for groups")
     await expect(page.locator("#updates tbody tr")).to_have_count(48)
+    phases = page.locator("#updates tbody tr").first.locator(".bar .phase")
+    titles = await phases.evaluate_all("all => all.map(one => one.title)")
+    assert titles == [
+        "stage 200.0 ms", "wait 189.0 ms", "load 20.0 ms", "restore 10.0 ms", "probe 50.0 ms",
+        "pause 30.0 ms", "resume 1.0 ms",
+    ]  # fmt: skip
+    widths = await phases.evaluate_all("all => all.map(one => parseFloat(one.style.width))")
+    assert widths == pytest.approx([40.0, 37.8, 4.0, 2.0, 10.0, 6.0, 0.2])
     assert seen.errors == []
 
 

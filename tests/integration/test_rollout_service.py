@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -27,6 +28,7 @@ from tests.integration.rollout_world import (
     eventually,
     job_document,
     make_prompt,
+    probe_of,
     published_groups,
     rollout_process,
     serving_trainer,
@@ -58,10 +60,12 @@ async def trainer(versions: dict[int, Path]) -> AsyncIterator[Trainer]:
         yield trainer
 
 
-async def serve_version(server: Server, redis: Redis, trainer: Trainer, version: int) -> None:
+async def serve_version(
+    server: Server, redis: Redis, trainer: Trainer, version: int, probe: Any = None
+) -> None:
     await eventually(lambda: server.has(state="waiting_for_weights"), "an engine")
     await announce_version(redis, trainer, version)
-    committed = await server.update(trainer, version)
+    committed = await server.update(trainer, version, probe=probe)
     assert committed.status_code == 200, committed.text
 
 
@@ -90,6 +94,27 @@ async def test_prompts_become_groups_once_weights_are_there(
         assert {event.fields["group_id"] for event in await sampled_events(redis)} == {
             group.prompt.group_id for group in groups
         }
+
+
+async def test_an_update_is_told_by_phase_with_its_probe(
+    redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
+) -> None:
+    async with rollout_process(redis_url, free_port, tmp_path) as server:
+        await announce_job(redis, trainer, job_document(checkpoint))
+        probe = probe_of([[1, 2, 3]], [[-1.0, -1.0]], bound=100.0)
+        await serve_version(server, redis, trainer, 0, probe)
+        told = parsed((await server.http.get(f"{server.url}/metrics")).text)
+    phases = ("stage", "pause", "load", "restore", "probe", "resume")
+    assert [told[f'rollout_update_seconds_count{{phase="{one}"}}'] for one in phases] == [1.0] * 6
+    assert told['rollout_update_seconds_sum{phase="probe"}'] > 0
+    assert told['rollout_updates_total{outcome="active"}'] == 1.0
+    assert 0 < told["rollout_probe_delta"] <= 100.0
+    assert told["rollout_policy_version"] == 0.0
+
+
+def parsed(metrics: str) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
 
 
 async def test_a_held_or_outdated_server_takes_nothing(

@@ -63,6 +63,15 @@ def test_a_server_that_starts_again_is_sent_nothing_twice() -> None:
         assert assign(fanout, 0) == [[url(1), TRAINER]]
 
 
+def test_a_server_alone_is_sent_the_version_each_time_it_starts() -> None:
+    """Nobody else has it; the count is used up all the same."""
+    fanout = Fanout(TRAINER, max_sends=1)
+    for _ in range(3):
+        assert assign(fanout, 0) == [[TRAINER]]
+        fanout.forget_server("server-0")
+    assert assign(fanout, 0, 1) == [[TRAINER], [url(0), TRAINER]]
+
+
 def test_a_server_that_failed_or_went_is_nobodys_source() -> None:
     fanout = Fanout(TRAINER, max_sends=1)
     assign(fanout, 0, 1, 2)
