@@ -200,7 +200,7 @@ class Conductor:
         if self._nobody_serves.is_set():
             raise JobPaused(self._why_nobody_serves)
         if self.pause_asked.is_set():
-            raise JobPaused("paused on request")
+            raise JobPaused("paused on request", on_request=True)
 
     # Beginning and end
 

@@ -52,7 +52,7 @@ class Replayer:
                 if not p.progress.step < step.step <= p.job.steps:
                     continue
                 if self.pause_asked.is_set():
-                    raise JobPaused("paused on request")
+                    raise JobPaused("paused on request", on_request=True)
                 await self._take(step, recording)
         finally:
             recording.close()

@@ -88,7 +88,7 @@ async def warm_up(steps: StepTaker, *, source: PromptSource, pause_asked: asynci
             steps.parts.record.note(steps.parts.events("pairs_skipped", **skipped))
         while progress.step < section.steps:
             if pause_asked.is_set():
-                raise JobPaused("paused on request")
+                raise JobPaused("paused on request", on_request=True)
             await _step(steps, pairs, source)
     await steps.parts.keeper.save_reference()  # of a process that died before it could
 

@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.trainer.app import create_app, workers
+from services.trainer.collector import Collector
 from services.trainer.conductor import Conductor
 from services.trainer.config import ConductorConfig, TrainerConfig
 from services.trainer.jobs.store import StoredJob
@@ -379,27 +380,98 @@ async def test_the_report_of_a_paused_job_says_so_when_it_is_cancelled(trainer: 
     assert (await trainer.http.get(f"/v1/jobs/{job_id}/summary")).json()["state"] == "cancelled"
 
 
-async def test_a_job_that_is_still_pausing_is_resumed(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The conductor has obeyed and is closing: the job is taken up again, and no resume is lost."""
-    closing, go_on, close = asyncio.Event(), asyncio.Event(), Conductor.close
+@dataclass
+class Held:
+    """Something of the job that stays where it is until it is let go."""
+
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def hold(self) -> None:
+        self.reached.set()
+        await self.go_on.wait()
+
+
+@pytest.fixture
+def held_close(monkeypatch: pytest.MonkeyPatch) -> Held:
+    """The conductor has obeyed and is closing."""
+    held, close = Held(), Conductor.close
 
     async def slowly(conductor: Conductor, ended: EndState | None, **error: Any) -> None:
-        closing.set()
-        await go_on.wait()
+        await held.hold()
         await close(conductor, ended, **error)
 
     monkeypatch.setattr(Conductor, "close", slowly)
-    job_id = await trainer.submit()
-    await trainer.until_state(job_id, "running")
-    await trainer.http.post(f"/v1/jobs/{job_id}/pause")
-    await asyncio.wait_for(closing.wait(), 10)
-    answer = await trainer.http.post(f"/v1/jobs/{job_id}/resume")
-    assert (answer.status_code, answer.json()["state"]) == (200, "running")
-    go_on.set()
-    await until_started(trainer.root / "runs" / job_id, times=2)
-    assert (await trainer.http.get(f"/v1/jobs/{job_id}")).json()["state"] == "running"
+    return held
+
+
+@pytest.fixture
+def held_worker(monkeypatch: pytest.MonkeyPatch) -> Held:
+    """The conductor has obeyed, and waits for one of its loops to return."""
+    held, run = Held(), Collector.run
+
+    async def slowly(collector: Collector, stop: asyncio.Event) -> None:
+        await run(collector, stop)
+        await held.hold()
+
+    monkeypatch.setattr(Collector, "run", slowly)
+    return held
+
+
+@pytest.mark.parametrize("where", ["held_close", "held_worker"])
+async def test_a_job_that_is_still_pausing_is_resumed(
+    config: TrainerConfig, tmp_path: Path, request: pytest.FixtureRequest, where: str
+) -> None:
+    """The job is taken up again, and no resume is lost."""
+    held: Held = request.getfixturevalue(where)
+    async with running(config, tmp_path) as trainer:
+        job_id = await trainer.submit()
+        await trainer.until_state(job_id, "running")
+        await until_key(trainer.app.state.redis, topology.weights_current(job_id))
+        conductor = trainer.app.state.runner.active
+        await trainer.http.post(f"/v1/jobs/{job_id}/pause")
+        await asyncio.wait_for(held.reached.wait(), 10)
+        answer = await trainer.http.post(f"/v1/jobs/{job_id}/resume")
+        assert (answer.status_code, answer.json()["state"]) == (200, "running")
+        if where == "held_worker":
+            await until_clear(conductor.pause_asked)
+        held.go_on.set()
+        await until_started(trainer.root / "runs" / job_id, times=2)
+        assert (await trainer.http.get(f"/v1/jobs/{job_id}")).json()["state"] == "running"
+
+
+async def test_a_cancel_that_overtakes_a_pause_is_told(
+    config: TrainerConfig, redis: Redis, tmp_path: Path, held_close: Held
+) -> None:
+    async with running(config, tmp_path) as trainer:
+        job_id = await trainer.submit()
+        await until_key(redis, topology.weights_current(job_id))
+        await trainer.http.post(f"/v1/jobs/{job_id}/pause")
+        await asyncio.wait_for(held_close.reached.wait(), 10)
+        asked = (await trainer.http.post(f"/v1/jobs/{job_id}/cancel")).json()
+        assert (asked["state"], asked["wish"]) == ("running", "cancel")
+        held_close.go_on.set()
+        await trainer.until_state(job_id, "cancelled")
+        await until_expiring(redis, topology.weights_current(job_id))
+        await until_summary(trainer, job_id, "cancelled")
+        record = trainer.root / "runs" / job_id / "events.jsonl"
+        events = map(json.loads, record.read_text().splitlines())
+        ends = [one["fields"]["state"] for one in events if one["name"] == "job_finished"]
+        assert ends == ["paused", "cancelled"]
+
+
+async def until_clear(event: asyncio.Event) -> None:
+    async with asyncio.timeout(10):
+        while event.is_set():  # noqa: ASYNC110  the runner looks now and then
+            await asyncio.sleep(0.01)
+
+
+async def until_summary(trainer: Trainer, job_id: str, state: str) -> None:
+    """The report is written after the job has its state."""
+    async with asyncio.timeout(10):
+        summary = f"/v1/jobs/{job_id}/summary"
+        while (await trainer.http.get(summary)).json().get("state") != state:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def until_started(run_dir: Path, *, times: int) -> None:

@@ -142,6 +142,7 @@ class JobRunner:
     ) -> None:
         ended: EndState | None = None
         error: str | None = None
+        was_asked = False
         self.active = conductor
         running = asyncio.create_task(conductor.run(), name=job.job_id)
         try:
@@ -154,6 +155,7 @@ class JobRunner:
         except JobPaused as err:
             is_cancelled = self._store.get(job.job_id).wish == "cancel"
             ended, error = "cancelled" if is_cancelled else "paused", str(err)
+            was_asked = err.on_request
         except (TandemError, ValueError, OSError) as err:
             log.exception("job_failed", job_id=job.job_id)
             ended, error = "failed", f"{type(err).__name__}: {err}"
@@ -163,12 +165,20 @@ class JobRunner:
             await conductor.close(ended, error=error)
         if ended is not None:
             await self.reports.write(self.run_dir(job.job_id))
-            was_asked = ended == "paused" and conductor.pause_asked.is_set()
-            is_wanted_again = was_asked and self._store.get(job.job_id).wish is None
-            self._store.end(job.job_id, ended, error)
-            log.info("job_ended", job_id=job.job_id, state=ended, error=error)
-            if is_wanted_again:  # resumed after the pause had begun: it goes on like a paused one
-                self._store.resume(job.job_id)
+            await self._end(job.job_id, ended, error, was_asked=was_asked)
+
+    async def _end(
+        self, job_id: str, ended: EndState, error: str | None, *, was_asked: bool
+    ) -> None:
+        """A pause may have been taken back, or overtaken by a cancel, since it was obeyed."""
+        wish = self._store.get(job_id).wish
+        self._store.end(job_id, ended, error)
+        state = self._store.get(job_id).state
+        log.info("job_ended", job_id=job_id, state=state, error=error)
+        if was_asked and ended == "paused" and wish is None:  # it goes on like a paused one
+            self._store.resume(job_id)
+        elif ended == "paused" and state == "cancelled":
+            await self.tell_cancelled(job_id)
 
     async def _until_over(
         self,
@@ -195,7 +205,7 @@ class JobRunner:
         return None
 
     async def tell_cancelled(self, job_id: str) -> None:
-        """A job was cancelled while it waited: no conductor tells it, and if it ran before, the
+        """A job was cancelled while it waited or paused: no conductor tells it, and if it ran, the
         broker still has its keys, and its report says paused."""
         await let_expire(self._redis, job_id)
         run_dir = self.run_dir(job_id)
