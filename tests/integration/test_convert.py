@@ -441,11 +441,15 @@ def kilobytes(key):
     return int(next(l for l in open("/proc/self/status") if l.startswith(key)).split()[1])
 
 small, big, target = map(Path, sys.argv[1:4])
-for to in sys.argv[4:]:
-    convert(Request(small, target / f"small_{to}", to), lambda event: None)
+sources = {"release": (small, big)}
+for step in sys.argv[4:]:
+    source, to = step.split(" to ")
+    small, big = sources[source]
+    sources[to] = target / f"small_{to}", target / to
+    convert(Request(small, sources[to][0], to), lambda event: None)
     open("/proc/self/clear_refs", "w").write("5")  # the peak starts over
     base = kilobytes("VmRSS")
-    request = Request(big, target / to, to, max_shard_bytes=8_000_000)
+    request = Request(big, sources[to][1], to, max_shard_bytes=8_000_000)
     convert(request, lambda event: None)
     print(kilobytes("VmHWM") - base)
 """
@@ -471,9 +475,12 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_is_that_of_pieces_not_of_the_model(
     releases: dict[str, Path], big: Path, tmp_path: Path
 ) -> None:
-    targets = ["bf16", "torch_dist", "transformers"]
+    """Of what is written and of what is read: a torch_dist is converted back, too."""
+    targets = ["bf16", "torch_dist", "transformers", "fp8"]
+    sources = ["release", "release", "release", "torch_dist"]
+    steps = [f"{source} to {to}" for source, to in zip(sources, targets, strict=True)]
     answer = subprocess.run(
-        [sys.executable, "-c", PEAK, str(releases["fp8"]), str(big), str(tmp_path), *targets],
+        [sys.executable, "-c", PEAK, str(releases["fp8"]), str(big), str(tmp_path), *steps],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -482,7 +489,7 @@ def test_memory_is_that_of_pieces_not_of_the_model(
     )
     for to, kilobytes in zip(targets, answer.stdout.split(), strict=True):
         written = sum(path.stat().st_size for path in (tmp_path / to).iterdir())
-        assert written > 50e6
+        assert written > 30e6
         assert int(kilobytes) * 1024 < 20e6, f"{to}: {kilobytes} KB for {written / 1e6:.1f} MB"
 
 
