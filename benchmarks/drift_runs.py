@@ -48,6 +48,7 @@ CASES = {
         "the demo, experts and entries replayed, lag 0", (*STRICT, *REPLAY), 0.02
     ),
     "none": Case("actor rounds nothing", UNROUNDED, None),
+    "weights": Case("actor rounds weights, not activations", ("actor.quantisation=weights",), None),
     "none-replay": Case("actor rounds nothing, replaying", (*UNROUNDED, *REPLAY), None),
     "fp32": Case("FP32 sampler and FP32 actor, lag 0", (*FP32, *STRICT), 1e-4),
     "fp32-lag": Case("FP32 sampler and FP32 actor, lag 1", FP32, None),

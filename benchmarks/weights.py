@@ -287,6 +287,7 @@ def _update_rows(found: list[dict[str, float]], empty: int, first: dict[str, flo
     slowest = max(found, key=lambda one: one["pause_s"] / one["seconds"])
     share = slowest["pause_s"] / slowest["seconds"]
     anew = max(one["resume_s"] / one["seconds"] for one in found)
+    anew_s = " and ".join(f"{one['resume_s']:.1f}" for one in found)
     one_version = first["after"] - empty
     rest = found[0]["before"] - one_version  # of the process and of what it samples
     memory = max((one["peak"] - rest) / (2 * one_version) for one in found)
@@ -298,7 +299,12 @@ def _update_rows(found: list[dict[str, float]], empty: int, first: dict[str, flo
             "<= 10 %",
             f"of the update: {1e3 * slowest['pause_s']:.1f} ms of {slowest['seconds']:.2f} s",
         ),
-        ("computing 16 running completions anew", f"{anew:.0%}", "", "of the update, after it"),
+        (
+            "computing 16 running completions anew",
+            f"{anew:.0%}",
+            "",
+            f"of the update, after it: {anew_s} s",
+        ),
         (
             "memory of the engine",
             f"{memory:.2f}",
