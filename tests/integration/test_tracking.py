@@ -10,11 +10,13 @@ from typing import Any
 
 import psutil
 import pytest
+import structlog
 
 from services.trainer.jobs.abilities import lacking
 from services.trainer.jobs.submission import Refused, check_abilities
 from services.trainer.tracking.follow import follow, numbers_to_tell
 from services.trainer.tracking.process import tracking
+from shared.job_cluster import TrackingSection
 from shared.messages import Event
 from tests.integration.conductor_world import make_job
 
@@ -181,3 +183,14 @@ def test_sending_without_a_key_is_told_at_submission(monkeypatch: pytest.MonkeyP
     assert ["WANDB_API_KEY" in reason for _, _, reason in lacking(job)] == [True]
     monkeypatch.setenv("WANDB_API_KEY", "x")
     assert lacking(job) == []
+
+
+async def test_a_tracker_that_cannot_start_is_no_harm(tmp_path: Path) -> None:
+    """The log cannot be opened: the job goes on, and what to do later is said."""
+    run_dir = tmp_path / "never-made"
+    with structlog.testing.capture_logs() as told:
+        async with tracking(TrackingSection(tensorboard=True), run_dir):
+            pass
+    (warning,) = told
+    assert warning["event"] == "tracking_not_started"
+    assert f"services.trainer.tracking {run_dir}" in warning["hint"]
