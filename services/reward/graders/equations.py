@@ -26,7 +26,7 @@ _HEDGE = re.compile(
 _TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal)?|mbox|hbox|mathrm|operatorname)\s*\{([^{}]*)\}")
 _DRESS = re.compile(
     r"\\(?:angle|triangle|square|measuredangle|overline|overrightarrow|vec|hat|bar|tilde|mathbf|mathbb"
-    r"|mathcal|mathit|ell|displaystyle|lvert|rvert|vert|lfloor|rfloor|lceil|rceil)(?![a-zA-Z])"
+    r"|mathcal|mathit|displaystyle|lvert|rvert|vert|lfloor|rfloor|lceil|rceil)(?![a-zA-Z])"
 )
 _PRIME = re.compile(r"'+|\^\s*\{?\s*(?:\\prime\s*)+\}?")
 _INDEXED = re.compile(r"[a-zA-Z@]\s*_\s*(?:\{[^{}]*\}|\\?[a-zA-Z0-9])")
@@ -40,6 +40,7 @@ _NAME = re.compile(r"\\[a-zA-Z]+|[a-zA-Z@]")
 _ONE_NAME = re.compile(r"\\[a-zA-Z]+|[a-zA-Z@ ]+")
 _CONSTANTS = {"\\frac", "\\sqrt", "\\cdot", "\\times", "\\div", "\\pi", "\\infty", "\\degree"}
 _NUMBERED_PROSE = re.compile(r"\d\s+[a-zA-Z]{2,}|(?<![\\a-zA-Z])[a-zA-Z]{2,}\s+\d")
+_APART = re.compile(r"\d\.?\s+(?:[a-z]{2,}\s|[a-zA-Z](?![a-zA-Z]))|\\cr(?![a-z])|\.\s*[a-zA-Z]")
 _SUMMAND = re.compile(r"(?:\A|[-+(])\s*[\d.]+\s*(?=\Z|[-+)])")  # 13 + x + y
 MAX_CALLS = 4  # within each other: f(g(2))
 
@@ -56,7 +57,15 @@ def sides(text: str) -> list[str]:
     found = [text[begin:end].strip() for begin, end in zip(begins, ends, strict=True)]
     if not all(found) or _OTHER_RELATION.search(_outside_calls(outer)) or hedges(text):
         return []
-    return found
+    return [] if any(_is_remark(side) for side in found[1:-1]) else found
+
+
+def _is_remark(side: str) -> bool:
+    """Whether a name stands apart behind a number: `x = 13 in case y = 5`, `x = 13 y = 5`."""
+    bare = _TEXT.sub("", side)
+    if bare != side:
+        return bool(set(_NAME.findall(bare)) - _CONSTANTS)
+    return _APART.search(side) is not None
 
 
 def hedges(text: str) -> bool:
@@ -66,6 +75,8 @@ def hedges(text: str) -> bool:
 
 def is_name(side: str) -> bool:
     """Whether a side of an equation (tidy) names the quantity that the equation gives."""
+    if any(not re.search("[a-zA-Z]", words) for words in _TEXT.findall(side)):
+        return False
     if hedges(side) or _NUMBERED_PROSE.search(_TEXT.sub(r" \1 ", side)):
         return False
     bare = _OPERATOR.sub("@", _PRIME.sub("", _DRESS.sub(" ", _TEXT.sub("@", side))))

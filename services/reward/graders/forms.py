@@ -74,7 +74,8 @@ _PROSE = re.compile(
 _GOES_ON = re.compile(r"\d\s*\\(?:[lc]?dots|dotsc)$|\?\s*\}?$")  # 5\ldots
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _ASSIGNED = re.compile(
-    r"(\\text\{[^{}]*\}|\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
+    r"(\\(?:text|mathrm)\{[^{}]*\}(?:\s*\([^()=]*\)|[A-Z ]*)"
+    r"|\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([a-z](?:,[a-z])*\))?)\s*(?:=|\\in(?![a-z])|:=)\s*([^=<>]+)"
 )
 _NAMED_TUPLE = re.compile(r"\(([a-zA-Z](?:,[a-zA-Z])+)\)=\(([^()\[\]{}]+)\)")
 _MATRIX = re.compile(r"\\begin\{([pbvB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}")

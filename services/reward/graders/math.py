@@ -230,10 +230,16 @@ def _is_last_side(gold: Leaf, chain: list[str]) -> bool:
     if not chain or not same(gold, read_form(chain[-1])):
         return False
     first, *_ = earlier = chain[:-1]
-    checked = [side for side in earlier if not _SYMBOL.search(side)]
-    if _SYMBOL.search(first) and not is_name(first):
+    checked = [side for side in earlier if _is_number(side)]
+    if not _is_number(first) and not is_name(first):
         checked.append(first)
     return all(same(gold, read_form(side)) for side in checked)
+
+
+def _is_number(side: str) -> bool:
+    """Without symbols, or with a unit for them."""
+    form = read_form(side) if _SYMBOL.search(side) else None
+    return form is None or (isinstance(form, Leaf) and form.number is not None)
 
 
 def _settled_by_words(gold: Leaf, answer: Leaf) -> bool:
