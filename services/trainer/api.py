@@ -23,6 +23,7 @@ from services.trainer.jobs.submission import (
     check_files,
     read_document,
 )
+from services.trainer.keeper import StepRefused
 from services.trainer.ranks import RanksLost
 from services.trainer.report.overview import Overviews
 from services.trainer.sse import event_stream
@@ -313,7 +314,7 @@ async def score(state: State, asked: ScoreRequest) -> Scores:
         raise HTTPException(409, str(err)) from err
     except ValueError as err:
         raise HTTPException(422, [Problem("sequences", None, str(err)).document()]) from err
-    except RanksLost as err:
+    except (RanksLost, StepRefused) as err:
         raise HTTPException(503, str(err)) from err
     except TimeoutError as err:
         raise HTTPException(504, f"the ranks were busy for {asked.timeout_s:g} s") from err

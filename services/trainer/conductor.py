@@ -20,10 +20,11 @@ from services.trainer.batches import KeptGroup
 from services.trainer.beside import running_beside
 from services.trainer.collector import StepStarved
 from services.trainer.events import follow_events
+from services.trainer.held_policy import VERSION_NOTE
 from services.trainer.load import step_load
 from services.trainer.publisher import NoServerLeft, VersionRefused
 from services.trainer.run_environment import keep_environment
-from services.trainer.steps import VERSION_NOTE, EndState, JobPaused, StepTaker
+from services.trainer.steps import EndState, JobPaused, StepTaker
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.warm_up import warm_up
 from shared.errors import DeadlineExceeded
@@ -157,7 +158,9 @@ class Conductor:
 
     async def _attribute(self, step: int) -> None:
         body = await asyncio.to_thread(self.parts.books.redo_body, step)
-        await self.parts.drift.tell(await asyncio.to_thread(TrainingBatch.unpack, body))
+        batch = await asyncio.to_thread(TrainingBatch.unpack, body)
+        with self._steps.undoing_refused():
+            await self.parts.drift.tell(batch)
 
     async def _publish(self) -> None:
         """Offer the version; strictly on-policy jobs also wait until it is served."""
@@ -212,7 +215,7 @@ class Conductor:
             version += 1
             log.warning("replay_made_other_weights", policy_version=version)
             p.books.keep_note(VERSION_NOTE, str(version))
-            p.progress.policy_version = self.policy.version = version
+            p.progress.policy_version = version
             await p.exporter.export(version)
         await self._prove(version)
         await p.evals.restore()

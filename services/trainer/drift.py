@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 class NothingToAttribute(ValueError):
-    """No sample of the batch can be scored on every rung."""
+    """No sample of the batch can be scored on every rung, or it is trained already."""
 
 
 class DriftAttribution:
@@ -46,25 +46,33 @@ class DriftAttribution:
 
     async def tell(self, batch: TrainingBatch) -> None:
         """Note an event; a job whose ranks cannot say is not asked again."""
+
+        def before(step: int) -> int:
+            if step != batch.step - 1:
+                raise NothingToAttribute(f"new ranks hold step {step}: the batch is trained")
+            return batch.policy_version
+
         try:
-            found = await self.of(batch, held=lambda: batch.policy_version)
+            found = await self.of(batch, held=before)
         except (ValueError, WeightsCorrupt) as err:
             self._can = isinstance(err, NothingToAttribute | WeightsCorrupt)
             log.warning("drift_not_attributed", step=batch.step, error=str(err))
             return
         self._record.note(self._events("drift_attributed", step=batch.step, **fields_of(found)))
 
-    async def of(self, batch: TrainingBatch, *, held: Callable[[], int]) -> Attribution:
-        """Of the batch's first samples; `held` says which version the ranks have at our turn.
+    async def of(self, batch: TrainingBatch, *, held: Callable[[int], int]) -> Attribution:
+        """Of the batch's first samples; `held` says which version the step held then has made.
 
         ValueError where the ranks cannot say, `NothingToAttribute` without a sample of a version
         that can be had; WeightsCorrupt where one cannot be rebuilt.
         """
         chosen = Climbers([], {})
 
-        async def choose() -> Climbers:
+        async def choose(step: int) -> Climbers:
             nonlocal chosen
-            chosen = await asyncio.to_thread(self._choose, batch, held())
+            self._store.take_back(chosen.folders)  # of ranks that were lost
+            chosen = Climbers([], {})
+            chosen = await asyncio.to_thread(self._choose, batch, held(step))
             return chosen
 
         try:

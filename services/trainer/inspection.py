@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.trainer.conductor import Conductor
 from services.trainer.drift import fields_of
+from services.trainer.keeper import StepRefused
 from services.trainer.ranks import RanksLost
 from shared.bodies import limited_body
 from shared.errors import Rejected, WeightsCorrupt
@@ -55,7 +56,7 @@ async def attribution(request: Request) -> Attributed:
         step, version, found = await conductor.policy.attribute()
     except (LookupError, ValueError, WeightsCorrupt) as err:
         raise HTTPException(409, str(err)) from err
-    except RanksLost as err:
+    except (RanksLost, StepRefused) as err:
         raise HTTPException(503, str(err)) from err
     return Attributed(step=step, policy_version=version, **fields_of(found))
 
@@ -88,7 +89,7 @@ async def trace(request: Request) -> Response:
         raise HTTPException(409, str(err)) from err
     except ValueError as err:
         raise HTTPException(422, str(err)) from err
-    except RanksLost as err:
+    except (RanksLost, StepRefused) as err:
         raise HTTPException(503, str(err)) from err
     except TimeoutError as err:
         raise HTTPException(504, f"the ranks were busy for {asked.timeout_s:g} s") from err

@@ -78,7 +78,7 @@ class RankKeeper:
         self._turn = asyncio.Lock()
         self.owners: list[str] = []  # where ranks serve their parts of versions
         self.replayed: dict[int, dict[str, Any]] = {}  # what a replay answered, by step
-        self.logprobs = b""  # FP32 of all response tokens of the step trained last, before it
+        self.logprobs = b""  # FP32 of all response tokens of the step that `train` took, before it
 
     async def restore(self) -> None:
         """Bring ranks up in the state after the last durable batch."""
@@ -97,11 +97,10 @@ class RankKeeper:
                 return self.replayed[step]
             if self._held is not None and step <= self._held:
                 log.warning("step_result_lost", step=step, held=self._held)
+                self.logprobs = b""
                 return {}
             body = await asyncio.to_thread(self._books.redo_body, step)
-            trained = await self._train(ranks, step, body)
-            self.logprobs = trained.logprobs
-            return trained.result
+            return await self._train(ranks, step, body)
 
         async with self._turn:
             result = await self._insist(take)
@@ -127,30 +126,43 @@ class RankKeeper:
         *,
         temperature: float,
         rounding: TraceRounding = "own",
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[int], object] = lambda _: None,
     ) -> list[list[float]]:
-        """Log-probabilities [T - 1] of each sequence; `check` is called when it is our turn."""
-        async with self._turn:
-            check()
-            return await self._insist(lambda ranks: ranks.score(sequences, temperature, rounding))
+        """Log-probabilities [T - 1] of each sequence.
 
-    async def trace(self, request: bytes, *, check: Callable[[], int] = lambda: 0) -> bytes:
-        """Inner states as a packed `Traced`; `check` says at our turn which version is held."""
+        `check` is given the step that is held, once for all ranks that are asked: new ones may
+        have taken the newest batch. It is the same in `trace` and `climb`.
+        """
+
+        async def ask(ranks: RankSet) -> list[list[float]]:
+            check(self._held_step)
+            return await ranks.score(sequences, temperature, rounding)
+
         async with self._turn:
-            version = check()
-            return await self._insist(lambda ranks: ranks.trace(request, version))
+            return await self._insist(ask)
+
+    async def trace(self, request: bytes, *, check: Callable[[int], int] = lambda _: 0) -> bytes:
+        """Inner states as a packed `Traced`; `check` says which version the held step made."""
+
+        async def ask(ranks: RankSet) -> bytes:
+            return await ranks.trace(request, check(self._held_step))
+
+        async with self._turn:
+            return await self._insist(ask)
 
     async def climb(
-        self, choose: Callable[[], Awaitable["Climbers"]], *, temperature: float
+        self, choose: Callable[[int], Awaitable["Climbers"]], *, temperature: float
     ) -> dict[str, list[float]]:
-        """Log p of all response tokens by rung of the attribution; `choose` is called when it is
-        our turn, for what is held then decides which other versions are needed."""
-        async with self._turn:
-            chosen = await choose()
+        """Log p of all response tokens by rung of the attribution; `choose` is given the step that
+        is held, which decides which other versions are needed."""
+
+        async def ask(ranks: RankSet) -> dict[str, list[float]]:
+            chosen = await choose(self._held_step)
             samples = [one.pack() for one in chosen.samples]
-            return await self._insist(
-                lambda ranks: ranks.climb(samples, temperature, chosen.folders)
-            )
+            return await ranks.climb(samples, temperature, chosen.folders)
+
+        async with self._turn:
+            return await self._insist(ask)
 
     async def spans(self, max_spans: int) -> list[dict[str, Any]]:
         """For a profile: what each rank did. Ranks that were lost meanwhile have nothing to say."""
@@ -217,6 +229,12 @@ class RankKeeper:
             else:
                 await self._note_saved()
                 return answer
+
+    @property
+    def _held_step(self) -> int:
+        """Of ranks that are being asked."""
+        assert self._held is not None
+        return self._held
 
     async def _note_saved(self) -> None:
         """Ranks put a checkpoint in place when all of them have written it."""
@@ -287,17 +305,17 @@ class RankKeeper:
         }
         for step in steps:
             body = await asyncio.to_thread(self._books.redo_body, step)
-            trained = await self._train(ranks, step, body, is_replay=step in taken)
-            self.replayed[step] = trained.result
+            self.replayed[step] = await self._train(ranks, step, body, is_replay=step in taken)
         if steps:
             log.info("steps_replayed", first=steps[0], last=steps[-1])
             self._record.note(self._events("replayed", steps=list(steps)))
 
     async def _train(
         self, ranks: RankSet, step: int, body: bytes, *, is_replay: bool = False
-    ) -> "_Trained":
+    ) -> dict[str, Any]:
         """What they hold is certain again once they have answered, whoever waits for it."""
         self._held = None
+        self.logprobs = b""
         try:
             result = await ranks.train_step(body, is_replay=is_replay)
         except Rejected as err:
@@ -305,7 +323,8 @@ class RankKeeper:
                 self._held = step - 1
             raise StepRefused(step, str(err)) from err
         self._held = step
-        return _Trained(result, result.pop("logprobs", b""))
+        self.logprobs = result.pop("logprobs", b"")
+        return result
 
     def _forget_older(self) -> None:
         complete = self.complete_checkpoints()
@@ -323,13 +342,6 @@ class Climbers(NamedTuple):
 
     samples: list[TrainingSample]
     folders: Mapping[int, Path]
-
-
-class _Trained(NamedTuple):
-    """What a step came to, and the trainer's log-probabilities of its response tokens."""
-
-    result: dict[str, Any]
-    logprobs: bytes
 
 
 async def _nothing() -> None:

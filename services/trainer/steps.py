@@ -5,7 +5,8 @@ commit ─> train ─> tell        refused by the ranks ─> undone in the books
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import structlog
@@ -13,7 +14,7 @@ import structlog
 from services.trainer.assembly import Parts
 from services.trainer.batches import KeptGroup, batch_facts, build_batch
 from services.trainer.entries import DroppedGroups
-from services.trainer.held_policy import HeldPolicy
+from services.trainer.held_policy import HeldPolicy, version_of
 from services.trainer.keeper import StepRefused
 from services.trainer.recording import RecordedStep
 from services.trainer.shown_samples import shown_samples
@@ -25,7 +26,6 @@ from shared.telemetry import gauge, histogram
 
 log = structlog.get_logger()
 EndState = Literal["finished", "failed", "cancelled", "paused"]
-VERSION_NOTE = "policy_version"  # of the books: set where a replay made other weights
 
 
 class JobPaused(TandemError):
@@ -56,12 +56,8 @@ class StepTaker:
         self.read_progress()
         if p.progress.steps_left <= 0:
             p.record.note(p.events("no_steps_left", step=p.progress.step, steps=p.job.steps))
-        try:
+        with self.undoing_refused():
             await p.keeper.restore()
-        except StepRefused as err:
-            self._undo(err)
-            raise JobPaused(str(err)) from err
-        self.policy.version = p.progress.policy_version
         for made in p.books.steps(p.progress.step):
             if made.result is None:  # the batch was durable; now the ranks have trained it
                 p.books.keep_result(made.step, await self._result_of(made.step))
@@ -72,9 +68,7 @@ class StepTaker:
         p = self.parts
         p.progress.step = p.books.last_step()
         p.progress.usable_share = p.books.usable_share()
-        steps = p.books.steps(p.progress.step)
-        made = steps[-1].policy_version if steps else 0
-        p.progress.policy_version = max(made, int(p.books.read_note(VERSION_NOTE) or 0))
+        p.progress.policy_version = version_of(p.progress.step, p.books)
 
     def batch(self, groups: Sequence[KeptGroup]) -> TrainingBatch:
         """The next step's."""
@@ -135,16 +129,21 @@ class StepTaker:
         return batch.step
 
     async def train(self, step: int) -> dict[str, Any]:
-        try:
-            with span("train", "step", step=step):
-                result = await self._result_of(step)
-        except StepRefused as err:
-            self._undo(err)
-            raise JobPaused(str(err)) from err
-        self.policy.version = self.parts.progress.policy_version
+        with self.undoing_refused(), span("train", "step", step=step):
+            result = await self._result_of(step)
         self.parts.books.keep_result(step, result)
         await self._show_samples(step)
         return result
+
+    @contextmanager
+    def undoing_refused(self) -> Iterator[None]:
+        """Around whatever asks the ranks while the newest batch is not trained: new ranks train it
+        first, and may refuse. The step is undone then, and the job pauses."""
+        try:
+            yield
+        except StepRefused as err:
+            self._undo(err)
+            raise JobPaused(str(err)) from err
 
     async def _show_samples(self, step: int) -> None:
         """Of a step of this process; what another one collected nobody has here."""

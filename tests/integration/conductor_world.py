@@ -193,6 +193,7 @@ class FakeRanks:
         self, samples: Sequence[bytes], temperature: float, folders: Mapping[int, Path]
     ) -> dict[str, list[float]]:
         """One rung is as good as another."""
+        self._fault(f"climb after {self.step}")
         if not self.has_model:
             raise ValueError("these ranks have no model")
         self.climbed.append(sorted(folders))
@@ -431,6 +432,7 @@ class World:
     answer_evals: bool = True
     drift: float = 0.01
     salt: bytes = b""
+    has_model: bool = False
     references: dict[int, bytes] = field(default_factory=dict)
     gates: dict[int, asyncio.Event] = field(default_factory=dict)  # of steps of the ranks
     ranks: FakeRanks | None = None
@@ -498,6 +500,7 @@ class World:
                 self.drift,
                 salt=self.salt,
                 references=self.references,
+                has_model=self.has_model,
                 gates=self.gates,
             )
             return self.ranks

@@ -596,6 +596,31 @@ async def test_drift_is_attributed_under_the_version_that_is_held_then(
         await conductor.close("finished")
 
 
+@pytest.mark.parametrize("refused", [set(), {2}, {-2}])
+async def test_ranks_that_are_lost_while_drift_is_attributed_train_the_batch_first(
+    redis: Redis, tmp_path: Path, refused: set[int]
+) -> None:
+    """What they hold then is no weights to attribute it under; a batch that they refuse is undone
+    as if it had been trained in its turn."""
+    job = make_job(attribution={"every_steps": 1})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.has_model = True
+        world.rank_faults += ["climb after 1"]
+        world.refuse_steps |= refused
+        conductor = world.conductor()
+        if refused:
+            with pytest.raises(JobPaused, match="step 2 was refused"):
+                await conductor.run()
+            await conductor.close("paused")
+            await run_to_end(world)
+        else:
+            await asyncio.wait_for(conductor.run(), 40)
+            await conductor.close("finished")
+        check_books(world).close()
+        told = [event["step"] for event in world.events("drift_attributed")]
+        assert told == ([1, 2, 3, 4] if refused else [1, 3, 4])
+
+
 async def test_cancelled_job_leaves_nothing_running(redis: Redis, tmp_path: Path) -> None:
     async with running_world(redis, tmp_path / "run", job=make_job(steps=1000)) as world:
         conductor = world.conductor()

@@ -1,6 +1,6 @@
 """Which samples are attributed, and that the versions they need are whole meanwhile."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from services.trainer.drift import DriftAttribution, NothingToAttribute
+from services.trainer.keeper import Climbers
 from services.trainer.versions import VersionStore
 from shared.job_proof import AttributionSection
 from shared.messages import TrainingBatch, TrainingSample
@@ -17,18 +18,28 @@ from tests.unit.services.trainer.test_versions import publish, tidy
 
 
 class Ranks:
-    """The keeper's part of it: notes what lies in the folders that it is given."""
+    """The keeper's part of it: notes what lies in the folders that it is given.
 
-    def __init__(self) -> None:
+    It asks as often as ranks are lost, and the last ones have what `held` says.
+    """
+
+    def __init__(self, *, held: Sequence[int] = (4,)) -> None:
+        self.held = held
         self.seen: dict[int, bytes] = {}
         self.num_samples = 0
 
     async def climb(
-        self, samples: Sequence[bytes], *, temperature: float, folders: Mapping[int, Path]
+        self, choose: Callable[[int], Awaitable[Climbers]], *, temperature: float
     ) -> dict[str, list[float]]:
+        for step in self.held:
+            samples, folders = await choose(step)
         self.seen = {v: (path / shard_file(0)).read_bytes() for v, path in folders.items()}
         self.num_samples = len(samples)
         return {name: [-1.0] * (2 * len(samples)) for name in RUNGS}
+
+
+def same(step: int) -> int:
+    return step
 
 
 def attribution(store: VersionStore, ranks: Any) -> DriftAttribution:
@@ -57,7 +68,7 @@ async def test_versions_kept_as_changes_are_rebuilt_and_shrunk_again(tmp_path: P
         contents[version] = publish(store, version)
         tidy(store, {version}, keep_last=50)
     assert not store.is_whole(3)
-    found = await attribution(store, ranks).of(batch(3, 4, 2, 2), held=4)
+    found = await attribution(store, ranks).of(batch(3, 4, 2, 2), held=same)
     assert ranks.seen == {2: contents[2], 3: contents[3]}  # and not the one that is held
     assert (ranks.num_samples, found.num_tokens) == (3, 6)
     assert found.whole == pytest.approx(0.5)
@@ -68,7 +79,17 @@ async def test_versions_kept_as_changes_are_rebuilt_and_shrunk_again(tmp_path: P
 async def test_a_step_whose_versions_are_gone_is_told_so(tmp_path: Path) -> None:
     store, ranks = VersionStore(tmp_path), Ranks()
     publish(store, 4)
-    found = await attribution(store, ranks).of(batch(2, 4, 3), held=4)
+    found = await attribution(store, ranks).of(batch(2, 4, 3), held=same)
     assert (ranks.num_samples, found.num_tokens) == (1, 2)
     with pytest.raises(NothingToAttribute, match=r"sampled by versions \[2, 3\], of which none"):
-        await attribution(store, ranks).of(batch(2, 3), held=4)
+        await attribution(store, ranks).of(batch(2, 3), held=same)
+
+
+async def test_what_was_rebuilt_for_ranks_that_were_lost_is_shrunk_again(tmp_path: Path) -> None:
+    store, ranks = VersionStore(tmp_path), Ranks(held=(4, 4))
+    for version in range(5):
+        publish(store, version)
+        tidy(store, {version}, keep_last=50)
+    await attribution(store, ranks).of(batch(3, 4), held=same)
+    tidy(store, {4}, keep_last=50)
+    assert not store.is_whole(3)

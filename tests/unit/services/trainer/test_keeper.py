@@ -44,7 +44,7 @@ class Ranks:
         self.trained.append(batch)
         if self.world.late is not None:
             await self.world.late.wait()
-        return {"loss": float(batch)}
+        return {"loss": float(batch), "logprobs": batch}
 
     async def export(self, policy_version: int, path: Path) -> dict[str, Any]:
         return {}
@@ -55,7 +55,10 @@ class Ranks:
         (path / "complete.json").write_text(json.dumps(saved))
         return {}
 
-    async def score(self, sequences: Any, temperature: float) -> list[list[float]]:
+    async def score(self, sequences: Any, temperature: float, rounding: str) -> list[list[float]]:
+        if self.world.lose_at_score:
+            self.world.lose_at_score = False
+            raise RanksLost("killed")
         return []
 
     async def stop(self) -> None:
@@ -67,6 +70,7 @@ class World:
         self, run_dir: Path, keep_checkpoints: int = 2, keep_every: int | None = None, **traits: int
     ) -> None:
         self.lose_at: list[bytes] = []
+        self.lose_at_score = False
         self.refuse: set[bytes] = set()
         self.broken: set[int] = set()
         self.hang: asyncio.Event | None = None
@@ -296,3 +300,32 @@ async def test_ranks_are_told_which_steps_were_taken_before(world: World) -> Non
     await world.train(3)
     assert world.started[-1].trained == [b"1", b"2", b"3"]
     assert world.started[-1].replayed == [b"1", b"2"]
+
+
+async def test_whoever_asks_is_told_which_step_is_held_by_the_ranks_that_answer(
+    world: World,
+) -> None:
+    """New ones train the newest batch, which those that were lost did not hold yet."""
+    await world.keeper.restore()
+    await world.train(1)
+    world.commit(2)
+    held: list[int] = []
+    world.lose_at_score = True
+    await world.keeper.score([[1, 2]], temperature=1.0, check=held.append)
+    assert held == [1, 2]
+
+
+async def test_log_probabilities_are_those_of_the_step_or_none(world: World) -> None:
+    await world.keeper.restore()
+    await world.train(1)
+    assert world.keeper.logprobs == b"1"
+    world.commit(2)
+    world.lose_at_score = True
+    await world.keeper.score([[1, 2]], temperature=1.0)
+    assert await world.keeper.train(2) == {"loss": 2.0}  # by the replay
+    assert world.keeper.logprobs == b"2"
+    await world.keeper.save(2)
+    world.lose_at_score = True
+    await world.keeper.score([[1, 2]], temperature=1.0)
+    assert await world.keeper.train(2) == {}  # by the checkpoint
+    assert world.keeper.logprobs == b""
