@@ -45,7 +45,7 @@ class Session:
         self._consumer = consumer
         self._redis = consumer.redis
         self._held: dict[bytes, int] = {}  # entry id -> times delivered
-        self._retries: dict[bytes, int] = {}
+        self._retries: dict[bytes, tuple[int, int]] = {}  # all of them, those that may bury
         self._to_ack: list[bytes] = []
         self._acking = asyncio.Lock()
         self._room = asyncio.Event()
@@ -296,14 +296,16 @@ class Session:
     async def _retry(self, delivery: Delivery, err: Exception) -> None:
         """Not the message's fault: it comes again, later each time, without being counted."""
         c = self._consumer
-        num_retries = self._retries.get(delivery.entry_id, 0) + (not isinstance(err, NotYet))
-        if num_retries > c.max_retries:
+        num_retries, num_counted = self._retries.get(delivery.entry_id, (0, 0))
+        num_retries += 1
+        num_counted += not isinstance(err, NotYet)
+        if num_counted > c.max_retries:
             await self.bury(delivery, f"retried {c.max_retries} times: {err}")
             return
-        delay_s = self._delay_s(max(1, num_retries))
+        delay_s = self._delay_s(num_retries)
         log.info("message_retried", error=str(err), delay_s=delay_s, **self._about(delivery))
         await self._release(delivery, delivery.times_delivered - 1, delay_s)
-        self._retries[delivery.entry_id] = num_retries
+        self._retries[delivery.entry_id] = num_retries, num_counted
         self._counts.labels(self._label, "retried").inc()
 
     async def _fail(self, delivery: Delivery, err: Exception) -> None:

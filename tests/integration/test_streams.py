@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from structlog.testing import capture_logs
 
 from shared.errors import Fatal, NotYet, Rejected, Retryable
 from shared.streams import (
@@ -192,10 +193,14 @@ async def test_what_is_on_its_way_is_waited_for_beyond_the_retries(redis):
             raise NotYet("version 3 is being staged")
 
     await publish(redis, STREAM, b"x")
-    async with consuming(consumer(redis, max_retries=2, retry_s=0.02), handle):
-        await until(lambda: nothing_left(redis))
+    with capture_logs() as logs:
+        async with consuming(consumer(redis, max_retries=2, retry_s=0.02), handle):
+            await until(lambda: nothing_left(redis))
     assert len(calls) == 8
     assert await dead_letters(redis, STREAM) == []
+    delays_s = [line["delay_s"] for line in logs if line["event"] == "message_retried"]
+    assert all(one <= 0.02 * 2**i for i, one in enumerate(delays_s))
+    assert min(delays_s[4:]) >= 0.1  # half of the longest, 10 * retry_s
 
 
 async def test_fatal_ends_the_consumer_and_counts_against_its_message_only(redis):
