@@ -21,7 +21,7 @@ from services.trainer.collector import Collector
 from services.trainer.conductor import Conductor
 from services.trainer.config import ConductorConfig, TrainerConfig
 from services.trainer.jobs.store import StoredJob
-from services.trainer.keeper import StartRanks
+from services.trainer.keeper import RankKeeper, StartRanks, StepRefused
 from services.trainer.steps import EndState
 from shared import topology
 from shared.messages import JobAnnounced
@@ -595,7 +595,7 @@ async def test_kept_versions_are_told_and_an_unknown_one_is_refused(trainer: Tra
     await trainer.http.post(f"/v1/jobs/{job_id}/cancel")
 
 
-async def test_scores_name_their_version(trainer: Trainer) -> None:
+async def test_scores_name_their_version(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {"sequences": [[1, 2, 3], [4, 5]]}
     assert (await trainer.http.post("/v1/score", json=asked)).status_code == 409
     job_id = await trainer.submit()
@@ -605,6 +605,16 @@ async def test_scores_name_their_version(trainer: Trainer) -> None:
     wrong = await trainer.http.post("/v1/score", json=asked | {"policy_version": 3})
     assert wrong.status_code == 409
     assert "version 0 is held, not 3" in wrong.json()["detail"]
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise StepRefused(1, "loss is nan")
+
+    monkeypatch.setattr(RankKeeper, "score", refuse)  # new ranks had to train the newest batch
+    refused = await trainer.http.post("/v1/score", json=asked)
+    assert (refused.status_code, refused.json()["detail"]) == (
+        503,
+        "step 1 was refused: loss is nan",
+    )
 
 
 async def test_job_that_nobody_runs_is_ended(
