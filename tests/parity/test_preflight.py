@@ -12,6 +12,8 @@ import pytest
 from torch import Tensor
 
 from services.rollout.engine.requests import GroupRequest
+from services.rollout.engine.scheduler import Limits, Scheduler
+from services.rollout.models.deepseek_v4 import Sampler
 from services.trainer.books import Books
 from services.trainer.engine.actor import Actor
 from services.trainer.preflight import devices as devices_of_host
@@ -27,6 +29,7 @@ from shared.job import Job
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.checkpoint import write_release
 from shared.parity.trace import MEDIA_TYPE, Traced, TraceRequest
+from shared.quant.activation import RELEASE
 from shared.weights.protocol import Probe
 from tests.parity.engines import Case
 from tests.parity.live_sides import SamplerSide, TrainerSide, job_of
@@ -405,6 +408,15 @@ async def test_the_emptiest_accelerator_counts(
         (folder / "mem_info_vram_total").write_text("100\n")
         (folder / "mem_info_vram_used").write_text(f"{used}\n")
     assert await devices_of_host.find_devices() == Devices(90)
+
+
+def test_the_engines_caches_take_what_is_planned(world: World) -> None:
+    """The one that completions lie in, and the one that a new version is probed in."""
+    limits = Limits(world.job.rollout.max_running_requests, world.job.sampling.context_length)
+    scheduler = Scheduler(Sampler(ARCH, RELEASE), limits=limits)
+    taken = scheduler.cache_bytes + scheduler.prober().cache_bytes
+    planned = plan_memory(world.job, ARCH, available_bytes=GIB).parts["engine: cache"]
+    assert planned == pytest.approx(taken, rel=0.05)
 
 
 def test_memory_plan_grows_with_what_is_asked_for(world: World) -> None:

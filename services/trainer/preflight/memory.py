@@ -1,8 +1,9 @@
 """Bytes that a job needs on this machine, from shapes alone: its ranks, and a sampler beside them.
 
 The ranks' part is the planner's. Of the engine are counted its published and derived weights, both
-twice during an update, and its cache. Where there are accelerators the ranks' part is theirs: one
-rank is planned for one device, with what its runtime takes.
+twice during an update, its cache, and the one that a new version is probed in. Where there are
+accelerators the ranks' part is theirs: one rank is planned for one device, with what its runtime
+takes.
 """
 
 import math
@@ -18,6 +19,7 @@ from shared.planner.setup import RUNTIME_BYTES
 
 FP32_BYTES = 4
 MAX_PREFIX_SLOTS = 16  # prompts that an engine computes ahead, and as many to score with
+PROBED_AT_ONCE = 4  # sequences of a probe, beside the version that samples
 STORED_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
 
 
@@ -68,9 +70,13 @@ def _engine(job: Job, arch: Architecture) -> dict[str, int]:
 
 
 def _cache(job: Job, arch: Architecture) -> int:
-    """Keys and entries of every slot: running ones, computed prompts, those that are scored."""
-    running, length = job.rollout.max_running_requests, job.sampling.context_length
-    slots = running + 2 * min(running, MAX_PREFIX_SLOTS) + 1
+    """Keys and entries of every slot: running ones, computed prompts, those that are scored, one
+    that shows whether an update drops old state, and one for padding."""
+    length = job.sampling.context_length
+    slots = sum(
+        running + 2 * min(running, MAX_PREFIX_SLOTS) + 2
+        for running in (job.rollout.max_running_requests, PROBED_AT_ONCE)
+    )
     numbers = 0
     for layer in range(arch.num_hidden_layers):
         ratio, kind = arch.compress_ratios[layer], arch.kind(layer)
