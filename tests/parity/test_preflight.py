@@ -416,7 +416,7 @@ def test_the_engines_caches_take_what_is_planned(world: World) -> None:
     scheduler = Scheduler(Sampler(ARCH, RELEASE), limits=limits)
     taken = scheduler.cache_bytes + scheduler.prober().cache_bytes
     planned = plan_memory(world.job, ARCH, available_bytes=GIB).parts["engine: cache"]
-    assert planned == pytest.approx(taken, rel=0.05)
+    assert planned == pytest.approx(taken, rel=0.01)
 
 
 def test_memory_plan_grows_with_what_is_asked_for(world: World) -> None:

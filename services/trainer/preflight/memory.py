@@ -19,6 +19,7 @@ from shared.planner.setup import RUNTIME_BYTES
 
 FP32_BYTES = 4
 MAX_PREFIX_SLOTS = 16  # prompts that an engine computes ahead, and as many to score with
+CACHE_ROWS = 16  # an engine's cache has rows in multiples
 PROBED_AT_ONCE = 4  # sequences of a probe, beside the version that samples
 STORED_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
 
@@ -80,11 +81,15 @@ def _cache(job: Job, arch: Architecture) -> int:
     numbers = 0
     for layer in range(arch.num_hidden_layers):
         ratio, kind = arch.compress_ratios[layer], arch.kind(layer)
-        entries = math.ceil(length / ratio) if ratio else 0
-        numbers += (1 + arch.sliding_window + entries) * arch.head_dim
+        entries = _rounded(length // ratio) if ratio else 0
+        numbers += (_rounded(1 + arch.sliding_window) + entries) * arch.head_dim
         if kind == "c4":
             numbers += entries * arch.index_head_dim
             numbers += 2 * ratio * 4 * (arch.head_dim + arch.index_head_dim)
         elif ratio:
             numbers += ratio * 2 * arch.head_dim
     return FP32_BYTES * slots * numbers
+
+
+def _rounded(rows: int) -> int:
+    return math.ceil(max(rows, 1) / CACHE_ROWS) * CACHE_ROWS
