@@ -14,6 +14,7 @@ from rich.table import Table
 from services.cli.run import run
 from services.client import NoSuchJob, ProfileStatus, TandemClient
 from shared.errors import DeadlineExceeded, HttpFailed, TandemError
+from shared.refusals import sentences
 
 _POLL_S = 0.5
 
@@ -54,7 +55,7 @@ async def _taken(client: TandemClient, job_id: str, steps: int, timeout_s: float
         found = await client.ask_profile(job_id, steps)
     except HttpFailed as err:
         if err.status in (404, 409):
-            raise NoSuchJob(json.loads(err.body)["detail"]) from err
+            raise NoSuchJob("; ".join(sentences(err.body))) from err
         raise
     deadline_s = time.monotonic() + timeout_s
     while found.state in ("asked", "recording"):

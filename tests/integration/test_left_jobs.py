@@ -13,7 +13,7 @@ from services.trainer.conductor import Conductor
 from services.trainer.steps import EndState, JobPaused
 from shared import topology
 from shared.tasks import end
-from tests.integration.conductor_world import JOB_ID, make_job, run_to_end, running_world
+from tests.integration.conductor_world import JOB_ID, World, make_job, run_to_end, running_world
 from tests.integration.test_conductor import POINTS, check_books, check_streams_empty
 
 
@@ -76,6 +76,17 @@ def act_in(conductor: Conductor, phase: str, act: Callable[[], None]) -> None:
     setattr(holder, name, acting)
 
 
+async def left_in(world: World, phase: str, ended: EndState) -> None:
+    """A run that is paused or cancelled in `phase`, and closed."""
+    conductor = world.conductor()
+    running = asyncio.create_task(conductor.run())
+    act_in(conductor, phase, conductor.pause_asked.set if ended == "paused" else running.cancel)
+    with pytest.raises(JobPaused if ended == "paused" else asyncio.CancelledError):
+        await asyncio.wait_for(running, 20)
+    await conductor.close(ended)
+    assert world.events("job_finished")[-1]["state"] == ended
+
+
 @pytest.mark.parametrize("ended", ["paused", "cancelled"])
 @pytest.mark.parametrize("phase", ["restore", "warm-up", "preflight"])
 async def test_a_job_is_left_before_its_first_group_and_resumed(
@@ -88,13 +99,7 @@ async def test_a_job_is_left_before_its_first_group_and_resumed(
     async with running_world(
         redis, tmp_path / "run", job=make_job(steps=4, warm_up=warm_up)
     ) as world:
-        conductor = world.conductor()
-        running = asyncio.create_task(conductor.run())
-        act_in(conductor, phase, conductor.pause_asked.set if ended == "paused" else running.cancel)
-        with pytest.raises(JobPaused if ended == "paused" else asyncio.CancelledError):
-            await asyncio.wait_for(running, 20)
-        await conductor.close(ended)
-        assert world.events("job_finished")[-1]["state"] == ended
+        await left_in(world, phase, ended)
         assert (await world.announced()).state == "finished"
         assert await redis.xlen(topology.prompts(JOB_ID)) == 0
         made = {"restore": 0, "warm-up": 1, "preflight": 2}[phase]
@@ -118,13 +123,7 @@ async def test_a_job_is_left_while_it_waits_for_others_and_resumed(
         "max_response_tokens": 8,
     }  # fmt: skip
     async with running_world(redis, tmp_path / "run", job=make_job(eval=section)) as world:
-        conductor = world.conductor()
-        running = asyncio.create_task(conductor.run())
-        act_in(conductor, phase, conductor.pause_asked.set if ended == "paused" else running.cancel)
-        with pytest.raises(JobPaused if ended == "paused" else asyncio.CancelledError):
-            await asyncio.wait_for(running, 20)
-        await conductor.close(ended)
-        assert world.events("job_finished")[-1]["state"] == ended
+        await left_in(world, phase, ended)
         books = Books(world.run_dir / BOOKS_FILE)
         assert books.last_step() == (4 if phase == "evaluating" else 0)
         assert books.counts()["trained"] == 3 * books.last_step()

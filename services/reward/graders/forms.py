@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.reward.graders.brackets import closing_place, nesting, split_top, without_groups
 from services.reward.graders.equations import RELATION, is_name
 from services.reward.graders.literals import Number, is_changed_by, is_remark, read_number, scaled
-from services.reward.graders.ranges import one_spelling
+from services.reward.graders.ranges import INEQUALITY, one_spelling
 
 MAX_DEPTH = 40
 MAX_ITEMS = 200
@@ -67,7 +67,6 @@ _OR = re.compile(
     r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*,?\s*or\s*\}|(?<![\\a-zA-Z])or(?![a-zA-Z])"
     r"|\\(?:lor|vee)(?![a-zA-Z])"
 )
-_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|lt|gt)(?![a-zA-Z])")
 _PROSE = re.compile(
     r"\\(?:text|mbox|hbox|textrm|textbf|textit|textnormal)\s*\{[^{}]*(?:[A-Za-z]{2}|\bk\b)"
 )
@@ -166,7 +165,7 @@ def _with_commas(text: str) -> str:
 def _split_ranges(text: str) -> list[str]:
     """The parts of `x<3 \\text{ or } x>5`, which is a union; nothing where one is no inequality."""
     parts = _OR.split(text)
-    is_union = all(_INEQUALITY.search(without_groups(part)) for part in parts)
+    is_union = all(INEQUALITY.search(without_groups(part)) for part in parts)
     return parts if is_union and not _SEPARATOR.search(_OR.sub("", text)) else []
 
 

@@ -9,7 +9,7 @@ import re
 from services.reward.graders.brackets import split_top
 from services.reward.graders.literals import read_number
 
-_RELATION = re.compile(r"\\(?:le|ge|lt|gt)(?![a-zA-Z])|[<>]")
+INEQUALITY = re.compile(r"\\(?:le|ge|lt|gt)(?![a-zA-Z])|[<>]")
 _AND = re.compile(
     r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*,?\s*and\s*\}|(?<![\\a-zA-Z])and(?![a-zA-Z])"
     r"|\\(?:land|wedge)(?![a-zA-Z])"
@@ -32,7 +32,7 @@ def one_spelling(text: str) -> str:
     """`text` (tidy) as a chain of inequalities or an interval, where it is a condition."""
     if turned := _TURNED.fullmatch(text):
         return _interval(turned[1], turned[2], turned[3])
-    if not _RELATION.search(text):
+    if not INEQUALITY.search(text):
         return text
     if falling := _FALLING.fullmatch(text):
         high, upper, variable, lower, low = falling.groups()
@@ -61,7 +61,7 @@ def _joined(text: str) -> str:
 
 def _bound(text: str) -> tuple[str, bool, str, str] | None:
     """Variable, whether it is bounded from below, the relation, the bound."""
-    signs = list(_RELATION.finditer(text))
+    signs = list(INEQUALITY.finditer(text))
     if len(signs) != 1:
         return None
     sign = signs[0].group()
