@@ -1,5 +1,6 @@
-"""A real broker per session, clean keys per test, free ports."""
+"""A real broker per session, clean keys per test, free ports, no test's logging in another's."""
 
+import logging
 import os
 import socket
 import subprocess
@@ -11,12 +12,25 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch: Megatron comp
 
 import pytest
 import pytest_asyncio
+import structlog
 from redis.asyncio import Redis
 
 from shared.broker import broker, broker_url
 from shared.process import die_with_parent, prepare_to_fork
 from shared.process import free_port as _free_port
 from shared.redis import create_redis
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """A command run in this process sets its level of logging: not for the tests after it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.reset_defaults()
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -91,7 +91,7 @@ async def test_prompts_become_groups_once_weights_are_there(
         await eventually(lambda: is_empty(redis, topology.prompts(JOB_ID)), "acks")
         (record,) = await live_replicas(redis, "rollout")
         assert (record.state, record.policy_version, record.job_id) == ("serving", 0, JOB_ID)
-        assert {event.fields["group_id"] for event in await sampled_events(redis)} == {
+        assert {event.fields["group_id"] for event in await sampled_events(redis, len(groups))} == {
             group.prompt.group_id for group in groups
         }
 
@@ -178,7 +178,7 @@ async def check_routes(redis: Redis, group: RolloutGroup) -> None:
         num_inputs = len(group.prompt.prompt_token_ids) + len(rollout.response_token_ids) - 1
         asked = {"routing": True, "indexer": True, "of": rollout.rollout_id}
         unpack_routes(blob, DEMO, num_inputs, **asked)
-    (event,) = await sampled_events(redis)
+    (event,) = await sampled_events(redis, 1)
     assert event.fields["route_bytes"] == group.routes.num_bytes > 0
 
 
@@ -343,10 +343,18 @@ async def is_empty(redis: Redis, stream: str) -> bool:
     return bool(await redis.xlen(stream) == 0)
 
 
-async def sampled_events(redis: Redis) -> list[Event]:
-    reply = await redis.xread({topology.events(JOB_ID): b"0"})
-    events = [Event.unpack(fields[b"body"]) for _, fields in entries_of(reply)]
-    return [event for event in events if event.name == "group_sampled"]
+async def sampled_events(redis: Redis, num: int) -> list[Event]:
+    """The first `num`, each of which is written after its group."""
+    found: list[Event] = []
+
+    async def enough() -> bool:
+        reply = await redis.xread({topology.events(JOB_ID): b"0"})
+        events = [Event.unpack(fields[b"body"]) for _, fields in entries_of(reply)]
+        found[:] = [event for event in events if event.name == "group_sampled"]
+        return len(found) >= num
+
+    await eventually(enough, f"{num} events of sampled groups")
+    return found
 
 
 def check_group(group: RolloutGroup, *, version: int) -> None:

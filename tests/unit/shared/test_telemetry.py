@@ -3,18 +3,9 @@
 import json
 import logging
 
-import pytest
 import structlog
 
 from shared.telemetry import bind_process, configure_logging, counter
-
-
-@pytest.fixture(autouse=True)
-def _restore_logging():
-    yield
-    structlog.reset_defaults()
-    logging.captureWarnings(False)
-    logging.getLogger().handlers.clear()
 
 
 def lines(capsys):

@@ -3,21 +3,13 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 
 from services.cli.run import log_to, run
 from services.client import JobRefused
 from shared.errors import ConfigInvalid, HttpFailed, StackFailed, TandemError
-
-
-@pytest.fixture(autouse=True)
-def _own_logging() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize("code", [0, 1])
