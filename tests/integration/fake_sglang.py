@@ -51,6 +51,8 @@ class FakeServer:
     chunk: int = 0  # scores behind so many tokens are of the token before
     breaks_next_health: bool = False  # the connection, not the server
     breaks_next_stream: bool = False  # in the middle of every sequence
+    holds_next_score: bool = False  # until a pause cuts it short
+    holding: asyncio.Event = field(default_factory=asyncio.Event)
     forbidden: int = -1  # a prompt with this token is answered 400
     endless: frozenset[int] = frozenset()  # samples that run until they are aborted
     running: int = 0  # of the endless ones
@@ -62,6 +64,7 @@ class FakeServer:
     _fault: Fault = "none"
     _pending: dict[str, Any] | None = None
     _goes_on: asyncio.Event = field(default_factory=asyncio.Event)  # cleared by a pause
+    _paused: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._goes_on.set()
@@ -116,10 +119,12 @@ class FakeServer:
 
     async def _pause(self) -> dict[str, Any]:
         self._goes_on.clear()
+        self._paused.set()
         return await self._ok()
 
     async def _go_on(self) -> dict[str, Any]:
         self._goes_on.set()
+        self._paused.clear()
         return await self._ok()
 
     async def _info(self) -> dict[str, Any]:
@@ -192,12 +197,23 @@ class FakeServer:
         answer["meta_info"]["finish_reason"] = {"type": "abort"}
         return answer
 
+    async def _until_paused(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Scores that an update cut short: none of them."""
+        self.holds_next_score = False
+        self.holding.set()
+        async with asyncio.timeout(20):
+            await self._paused.wait()
+        meta = {"finish_reason": {"type": "abort", "message": "paused"}}
+        return [{"output_ids": [], "meta_info": meta} for _ in body["input_ids"]]
+
     async def _generate(self, body: dict[str, Any]) -> Any:
         await self._goes_on.wait()
         if self.forbidden in body["input_ids"][0:1] or any(
             isinstance(ids, list) and self.forbidden in ids for ids in body["input_ids"]
         ):
             return JSONResponse({"error": {"message": "Input is not allowed"}}, 400)
+        if self.holds_next_score and body.get("logprob_start_len", -1) >= 0:
+            return await self._until_paused(body)
         if isinstance(body["input_ids"][0], int):
             return self._answer(body["input_ids"], body["sampling_params"], body)
         if self.endless and int(body["rid"][0].rstrip(";").rpartition(".")[2]) in self.endless:

@@ -25,7 +25,7 @@ from services.rollout.engine.sglang.server import Server, ServerFailed
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import Disk
 from services.rollout.engine.sglang.versions import FIRST, Versions
-from shared.errors import WeightsCorrupt
+from shared.errors import Retryable, WeightsCorrupt
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.weights.protocol import CommitUpdate, Probe, ProbeSequence
@@ -394,6 +394,26 @@ async def test_scores_of_other_tokens_are_refused_and_the_last_token_is_known(
             ServerRefused, match="position 8 of 21 is of token 20, asked was token 21"
         ):
             await world.engine.score_now([ids])
+
+
+@pytest.mark.parametrize("asked", [None, 0])
+async def test_a_score_that_an_update_cuts_short_is_of_one_version(
+    tmp_path: Path, asked: int | None
+) -> None:
+    """The update waits for the call; then the new version is scored, or the lost one refused."""
+    async with attached(FakeServer(), tmp_path) as world:
+        await world.activate(OLD)
+        world.fake.holds_next_score = True
+        scoring = asyncio.create_task(world.engine.score(PROBE, 1.0, asked))
+        await asyncio.wait_for(world.fake.holding.wait(), 20)
+        new = await world.activate(NEW)
+        if asked is None:
+            version, found = await asyncio.wait_for(scoring, 20)
+            assert version == new
+            np.testing.assert_allclose(found[0], reference_logprobs(NEW, PROBE[0]), atol=1e-5)
+        else:
+            with pytest.raises(Retryable, match="policy version 0 is not held; version 1 is"):
+                await asyncio.wait_for(scoring, 20)
 
 
 async def test_a_broken_connection_is_no_lost_server(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ The gate is ours, so that nothing is sampled between the load and the proof.
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ log = structlog.get_logger()
 _HOME_S = 60.0  # for running sequences to come back when told to
 _CALL_S = 1800.0
 _ABORT_AGAIN_S = 1.0
+_SCORE_TRIES = 8
 _REFUSED = (400, 413, 422)  # the request itself, whoever is asked
 
 
@@ -101,22 +102,20 @@ class SGLangEngine:
             check_tokens(np.array(sequence), arch, limit, f"sequence {number}")
         if temperature != 1.0:
             raise ValueError(f"an SGLang server scores at temperature 1, not {temperature:g}")
-        await self._pass_gate(0)
-        version = self._require(policy_version)
-        return version, await self.score_now(sequences)
+        for _ in range(_SCORE_TRIES):
+            await self._pass_gate(0)
+            version = self._require(policy_version)
+            call_id = f"score-{next(self._numbers)}"
+            with self._under_way(call_id, []):  # an update waits for it, and is not scored
+                answers = await self._score_answers(sequences, call_id)
+            if all(is_complete(one) for one in answers):
+                return version, self._scores(sequences, answers)
+        raise ServerRefused(f"{_SCORE_TRIES} calls in a row for scores were cut short")
 
     async def score_now(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """The same of whatever the server holds at this moment."""
-        if not sequences:
-            return []
-        call_id = f"score-{next(self._numbers)}"
-        body = score_body(sequences, call_id=call_id)
-        answers = await self.server.client.score(body, timeout_s=_CALL_S)
-        size = self.spec.arch.vocab_size
-        return [
-            scores_of(one, ids, vocab_size=size)
-            for one, ids in zip(answers, sequences, strict=True)
-        ]
+        answers = await self._score_answers(sequences, f"score-{next(self._numbers)}")
+        return self._scores(sequences, answers)
 
     async def abort(self, request_id: str) -> None:
         """End a request now; whoever waits for it gets what it has."""
@@ -186,9 +185,7 @@ class SGLangEngine:
         version = self._require(None)
         call_id = f"{request.request_id}/{next(self._numbers)}"
         body = request_body(request, sequences, call_id=call_id, spec=self.spec)
-        self._calls[call_id] = sequences
-        self._idle.clear()
-        try:
+        with self._under_way(call_id, sequences):
             if enough < len(sequences):
                 answers = await self._first_answers(body, call_id, enough=enough)
             else:
@@ -202,10 +199,35 @@ class SGLangEngine:
                     found = routes_of(answer["meta_info"], ids, self.spec, self.tables)
                     one.routes = joined(one.routes, found)
                 self.tokens_sampled += len(one.token_ids) - before
+
+    @contextmanager
+    def _under_way(self, call_id: str, sequences: list[Sequence]) -> Iterator[None]:
+        """The server is at it: `quiet` waits for its end."""
+        self._calls[call_id] = sequences
+        self._idle.clear()
+        try:
+            yield
         finally:
             del self._calls[call_id]
             if not self._calls:
                 self._idle.set()
+
+    async def _score_answers(
+        self, sequences: list[list[int]], call_id: str
+    ) -> list[dict[str, Any]]:
+        if not sequences:
+            return []
+        body = score_body(sequences, call_id=call_id)
+        return await self.server.client.score(body, timeout_s=_CALL_S)
+
+    def _scores(
+        self, sequences: list[list[int]], answers: list[dict[str, Any]]
+    ) -> list[np.ndarray]:
+        size = self.spec.arch.vocab_size
+        return [
+            scores_of(one, ids, vocab_size=size)
+            for one, ids in zip(answers, sequences, strict=True)
+        ]
 
     async def _first_answers(
         self, body: dict[str, Any], call_id: str, *, enough: int

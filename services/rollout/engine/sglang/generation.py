@@ -173,12 +173,15 @@ def score_body(sequences: list[list[int]], *, call_id: str, start: int = 0) -> d
 
 
 def scores_of(answer: dict[str, Any], token_ids: list[int], *, vocab_size: int) -> np.ndarray:
-    """FP32 log-probabilities of tokens 1.. at temperature 1. `ServerRefused` for other tokens.
+    """FP32 log-probabilities of tokens 1.. at temperature 1. `ServerRefused` for other tokens or none.
 
     SGLang scores the vocabulary's last token as any other and repeats its id as 0 (it takes it for
     an image's placeholder): nothing else may differ from what was asked.
     """
-    pairs = answer["meta_info"]["input_token_logprobs"]
+    meta = answer["meta_info"]
+    pairs = meta.get("input_token_logprobs")
+    if pairs is None:
+        raise ServerRefused(f"no scores came for {len(token_ids)} tokens: {str(meta)[:300]}")
     if len(pairs) != len(token_ids):
         raise ServerRefused(f"{len(pairs)} scores came for {len(token_ids)} tokens")
     for position, (pair, token) in enumerate(zip(pairs, token_ids, strict=True)):
