@@ -10,7 +10,6 @@ from redis.asyncio import Redis
 
 from services.trainer.admission import Admission, Progress
 from services.trainer.books import BOOKS_FILE, Books
-from services.trainer.checkpoint_folder import recover_books
 from services.trainer.collector import Collector
 from services.trainer.config import ConductorConfig
 from services.trainer.drift import DriftAttribution
@@ -26,6 +25,7 @@ from services.trainer.profile.session import Profiler
 from services.trainer.prompts import PromptSource
 from services.trainer.publisher import Publisher
 from services.trainer.recording import RECORDING_FILE, Recording
+from services.trainer.recovery import recover_books
 from services.trainer.rollback import Rollback
 from services.trainer.rounds import Rounds
 from services.trainer.sampled_routes import SampledRoutes

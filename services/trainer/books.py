@@ -340,6 +340,12 @@ class Books:
             ).fetchall()
         return [(seq, json.loads(body)) for seq, body in rows]
 
+    def last_seq(self) -> int:
+        """The last sequence number of the journal, 0 of an empty one."""
+        with self._lock:
+            (last,) = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM journal").fetchone()
+        return int(last)
+
     def keep_note(self, key: str, value: str) -> None:
         with self._writing():
             self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, value))

@@ -9,11 +9,8 @@ stepN             the same folder, complete
 import shutil
 from pathlib import Path
 
-import structlog
-
 from services.trainer.books import BOOKS_FILE, Books
 
-log = structlog.get_logger()
 CHECKPOINTS = "checkpoints"
 COMPLETE_FILE = "complete.json"
 
@@ -70,19 +67,3 @@ def add_books(books: Books, path: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     books.copy_to(folder / BOOKS_FILE)
-
-
-def recover_books(run_dir: Path) -> None:
-    """Where the books of a run are lost, have those of its newest checkpoint: the run then goes on
-    from there, and groups that were open are fed again."""
-    place = run_dir / BOOKS_FILE
-    if place.exists():
-        return
-    settle(run_dir)
-    for step, folder in reversed(complete_checkpoints(run_dir)):
-        if (folder / BOOKS_FILE).exists():
-            scratch = place.with_suffix(".building")
-            shutil.copyfile(folder / BOOKS_FILE, scratch)
-            scratch.rename(place)
-            log.warning("books_recovered", step=step, checkpoint=str(folder))
-            return

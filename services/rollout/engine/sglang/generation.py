@@ -173,7 +173,8 @@ def score_body(sequences: list[list[int]], *, call_id: str, start: int = 0) -> d
 
 
 def scores_of(answer: dict[str, Any], token_ids: list[int], *, vocab_size: int) -> np.ndarray:
-    """FP32 log-probabilities of tokens 1.. at temperature 1. `ServerRefused` for other tokens or none.
+    """FP32 log-probabilities of tokens 1.. at temperature 1. `ServerRefused` if they are missing
+    or of other tokens.
 
     SGLang scores the vocabulary's last token as any other and repeats its id as 0 (it takes it for
     an image's placeholder): nothing else may differ from what was asked.

@@ -1,6 +1,8 @@
 """A checkpoint has the job's state too, and a run that lost its books goes on with it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +12,11 @@ from services.trainer.checkpoint_folder import (
     COMPLETE_FILE,
     add_books,
     job_state_of,
-    recover_books,
 )
 from services.trainer.entries import Draw
+from services.trainer.events import EVENTS_FILE, EventLog, event_maker
+from services.trainer.metrics_file import METRICS_FILE, MetricsFile
+from services.trainer.recovery import recover_books
 
 
 @pytest.fixture
@@ -66,3 +70,45 @@ def test_books_that_are_there_stay(run_dir: Path) -> None:
 def test_a_run_without_checkpoints_begins_anew(tmp_path: Path) -> None:
     recover_books(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def told(path: Path, step: int) -> None:
+    """One step's event, in books and files; each run of a step is told apart by its loss."""
+    books = Books(path / BOOKS_FILE)
+    record = EventLog(path, books)
+    record.note(event_maker("job", "t")("step", step=step, loss=float(len(list(path.iterdir())))))
+    MetricsFile(path, books).flush()
+    record.close()
+    books.close()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_steps_that_are_done_again_stand_in_the_record_once(tmp_path: Path, saved: bool) -> None:
+    """Steps 1 to 3 are told, 1 is saved, the books are lost, and step 2 is done again. Without a
+    checkpoint it is step 1."""
+    told(tmp_path, 1)
+    if saved:
+        books = Books(tmp_path / BOOKS_FILE)
+        books.commit_batch(1, body=b"", group_ids=[], policy_version=1, batch_facts={})
+        add_books(books, path := tmp_path / CHECKPOINTS / "step00000001")
+        complete(path, 1)
+        books.close()
+    told(tmp_path, 2)
+    told(tmp_path, 3)
+    first = lines(tmp_path / METRICS_FILE)
+    for path in tmp_path.glob(f"{BOOKS_FILE}*"):
+        path.unlink()
+    recover_books(tmp_path)
+    kept = int(saved)
+    told(tmp_path, kept + 1)
+    for name in (METRICS_FILE, EVENTS_FILE):
+        assert len(lines(tmp_path / name)) == kept + 1
+        assert len(lines(tmp_path / f"abandoned-{name}")) == 3 - kept
+    metrics = lines(tmp_path / METRICS_FILE)
+    assert metrics[:kept] == first[:kept]
+    assert [line["step"] for line in metrics] == list(range(1, kept + 2))
+    assert metrics[-1]["loss"] != first[kept]["loss"]
