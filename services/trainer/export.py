@@ -81,12 +81,12 @@ def export_version(
 def _export_own(
     tensors: Iterable[tuple[str, Tensor]], writer: ShardWriter, policy: Policy, version: Manifest
 ) -> Manifest:
-    for together in fused_groups(tensors):
-        stored: dict[str, Tensor] = {}
-        for name, weight in together:
-            stored |= quantise_tensor(name, weight.detach(), policy=policy)
-        writer.add(stored)
-    writer.close_shard()
+    with writer:
+        for together in fused_groups(tensors):
+            stored: dict[str, Tensor] = {}
+            for name, weight in together:
+                stored |= quantise_tensor(name, weight.detach(), policy=policy)
+            writer.add(stored)
     found = {"shards": writer.shards, "tensors": writer.tensors, "delta": writer.delta()}
     return version.model_copy(update=found)
 

@@ -1,10 +1,16 @@
-"""Stored tensors into shard files of bounded size, and beside them what changed since a base."""
+"""Stored tensors into shard files of bounded size, and beside them what changed since a base.
+
+A shard that is full is checksummed and written by a thread while the next one fills. Tensors of a
+device are copied into pinned memory, which is taken again for later shards, without waiting.
+"""
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
 import torch
 import xxhash
@@ -34,9 +40,63 @@ _DTYPES: dict[torch.dtype, DType] = {
 }
 
 
+_WRITERS = 4  # shards on their way to files, each with its bytes in memory
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    """Bytes that lie one behind the other."""
+
+    index: int
+    blobs: list[memoryview] = field(default_factory=list)
+    entries: list[TensorEntry] = field(default_factory=list)  # their checksums come last
+    size: int = 0
+    pinned: Tensor | None = None
+    copied: torch.cuda.Event | None = None
+
+    def add(self, name: str, tensor: Tensor, *, room: int) -> None:
+        blob = self._bytes_from_device(tensor, room) if tensor.is_cuda else raw_bytes(tensor)
+        entry = TensorEntry(
+            name=name,
+            shape=list(tensor.shape),
+            dtype=_DTYPES[tensor.dtype],
+            shard=self.index,
+            offset=self.size,
+            num_bytes=len(blob),
+            checksum="0" * 32,
+        )
+        self.entries.append(entry)
+        self.blobs.append(blob)
+        self.size += len(blob)
+
+    def _bytes_from_device(self, tensor: Tensor, room: int) -> memoryview:
+        """Where the bytes will be once `copied` has happened; the shard takes `room` at most."""
+        if self.pinned is None:
+            self.pinned = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+        flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+        place = self.pinned[self.size : self.size + flat.numel()]
+        place.copy_(flat, non_blocking=True)
+        return place.numpy().data
+
+    def close(self) -> None:
+        if self.pinned is not None:
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record()
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    shard: ShardEntry
+    tensors: list[TensorEntry]
+    delta: DeltaShard | None
+
+
 @dataclass(slots=True)
 class ShardWriter:
-    """Fills one shard after the other; files are named `prefix` and the shard's number."""
+    """Fills one shard after the other; files are named `prefix` and the shard's number.
+
+    A context: when it is left, all files are whole. OSError if one cannot be written.
+    """
 
     directory: Path
     max_shard_bytes: int
@@ -45,40 +105,38 @@ class ShardWriter:
     shards: list[ShardEntry] = field(default_factory=list)
     tensors: list[TensorEntry] = field(default_factory=list)
     _deltas: list[DeltaShard | None] = field(default_factory=list)
-    _blobs: list[memoryview] = field(default_factory=list)  # of the shard that is open
-    _entries: list[TensorEntry] = field(default_factory=list)
-    _size: int = 0
+    _open: _OpenShard | None = None
+    _num_shards: int = 0
+    _pool: ThreadPoolExecutor | None = None
+    _writing: list[Future[_Written]] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._pool = ThreadPoolExecutor(_WRITERS, "shards")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        assert self._pool is not None
+        try:
+            if kind is None:
+                self._hand_over()
+                self._collect(at_most=0)
+        finally:
+            self._pool.shutdown(cancel_futures=True)
 
     def add(self, parts: dict[str, Tensor]) -> None:
         """Tensors that belong together go into one shard."""
-        blobs = {name: raw_bytes(tensor) for name, tensor in parts.items()}
-        if self._blobs and self._size + sum(map(len, blobs.values())) > self.max_shard_bytes:
-            self.close_shard()
-        for name, blob in blobs.items():
-            tensor = parts[name]
-            self._entries.append(
-                TensorEntry(
-                    name=name,
-                    shape=list(tensor.shape),
-                    dtype=_DTYPES[tensor.dtype],
-                    shard=len(self.shards),
-                    offset=self._size,
-                    num_bytes=len(blob),
-                    checksum=xxhash.xxh3_128_hexdigest(blob),
-                )
-            )
-            self._blobs.append(blob)
-            self._size += len(blob)
-
-    def close_shard(self) -> None:
-        if not self._blobs:
-            return
-        index = len(self.shards)
-        checksum = self._write(shard_file(index), self._blobs)
-        self.shards.append(ShardEntry(index=index, num_bytes=self._size, checksum=checksum))
-        self._deltas.append(None if self.base is None else self._write_delta(index, self.base))
-        self.tensors += self._entries
-        self._blobs, self._entries, self._size = [], [], 0
+        num_bytes = sum(tensor.nbytes for tensor in parts.values())
+        if self._open is not None and self._open.size + num_bytes > self.max_shard_bytes:
+            self._hand_over()
+        if self._open is None:
+            self._open, self._num_shards = _OpenShard(self._num_shards), self._num_shards + 1
+        for name, tensor in parts.items():
+            self._open.add(name, tensor, room=max(num_bytes, self.max_shard_bytes))
 
     def delta(self) -> Delta | None:
         """None without a base, or if no shard is smaller as changes."""
@@ -86,12 +144,45 @@ class ShardWriter:
             return None
         return Delta(base_version=self.base.manifest.policy_version, shards=self._deltas)
 
-    def _write_delta(self, index: int, base: StoredVersion) -> DeltaShard | None:
+    def _hand_over(self) -> None:
+        """The open shard to a thread; no more of them are in memory than threads."""
+        assert self._pool is not None
+        if self._open is None:
+            return
+        self._open.close()
+        self._collect(at_most=_WRITERS - 1)
+        self._writing.append(self._pool.submit(self._write_shard, self._open))
+        self._open = None
+
+    def _collect(self, *, at_most: int) -> None:
+        """Wait until no more than so many shards are being written, in their order."""
+        while len(self._writing) > at_most:
+            written = self._writing.pop(0).result()
+            self.shards.append(written.shard)
+            self.tensors += written.tensors
+            self._deltas.append(written.delta)
+
+    def _write_shard(self, shard: _OpenShard) -> _Written:
+        if shard.copied is not None:
+            shard.copied.synchronize()
+        pairs = zip(shard.entries, shard.blobs, strict=True)
+        entries = [
+            entry.model_copy(update={"checksum": xxhash.xxh3_128_hexdigest(blob)})
+            for entry, blob in pairs
+        ]
+        checksum = self._write(shard_file(shard.index), shard.blobs)
+        whole = ShardEntry(index=shard.index, num_bytes=shard.size, checksum=checksum)
+        delta = None if self.base is None else self._write_delta(shard, entries, self.base)
+        return _Written(whole, entries, delta)
+
+    def _write_delta(
+        self, shard: _OpenShard, entries: list[TensorEntry], base: StoredVersion
+    ) -> DeltaShard | None:
         """None if the changes are nearly as large as the shard."""
         tensors: list[DeltaTensor] = []
         blobs: list[bytes | memoryview] = []
         size = 0
-        for entry, blob in zip(self._entries, self._blobs, strict=True):
+        for entry, blob in zip(entries, shard.blobs, strict=True):
             change = _change(entry, blob, base)
             if change is None:
                 continue
@@ -101,9 +192,9 @@ class ShardWriter:
             )
             blobs.append(raw)
             size += len(raw)
-        if size > DEFAULT_MAX_SHARE * self._size:
+        if size > DEFAULT_MAX_SHARE * shard.size:
             return None
-        checksum = self._write(delta_file(index), blobs)
+        checksum = self._write(delta_file(shard.index), blobs)
         return DeltaShard(num_bytes=size, checksum=checksum, tensors=tensors)
 
     def _write(self, name: str, blobs: list[memoryview] | list[bytes | memoryview]) -> str:

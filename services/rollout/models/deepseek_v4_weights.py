@@ -145,9 +145,13 @@ def effective(arch: Architecture, derived: Derived) -> Iterator[tuple[str, Tenso
 
 def published(arch: Architecture, canonical: Canonical) -> Iterator[tuple[str, Tensor]]:
     """What `effective` must give for these canonical tensors."""
-    for name in sorted(weight_shapes(arch)):
-        if not name.startswith("mtp."):
-            yield name, dequantised(canonical, name)
+    for name in published_names(arch):
+        yield name, dequantised(canonical, name)
+
+
+def published_names(arch: Architecture) -> list[str]:
+    """Of the weights that are sampled with, sorted."""
+    return [name for name in sorted(weight_shapes(arch)) if not name.startswith("mtp.")]
 
 
 def ring_rows(arch: Architecture, layer: int) -> int:

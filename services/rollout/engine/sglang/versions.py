@@ -24,6 +24,7 @@ from services.rollout.engine.sglang.checkpoint import server_config, write_folde
 from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.dialects import Dialect, loading
 from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.fingerprint import checksum_of
 from services.rollout.engine.sglang.generation import SAME_SCORES
 from services.rollout.engine.sglang.routes import Tables
 from services.rollout.engine.sglang.server import Server
@@ -36,12 +37,10 @@ from services.rollout.engine.sglang.witness import (
     witness_of,
 )
 from services.rollout.engine.weights import Stopwatch, read_canonical
-from services.rollout.models.deepseek_v4_weights import published
 from shared.errors import DeadlineExceeded, HttpFailed, WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import check_stored
 from shared.models.deepseek_v4.headers import CheckpointInvalid
-from shared.weights.effective import effective_checksum
 from shared.weights.manifest import Manifest
 from shared.weights.protocol import CommitUpdate, Probe
 
@@ -156,14 +155,14 @@ class Versions:
 
     async def _prepare(self, manifest: Manifest, staged: Path) -> Good:
         """Write the server's folder of a staged version; WeightsCorrupt names what does not fit."""
-        arch = self.engine.spec.arch
+        arch, threads = self.engine.spec.arch, self.engine.spec.num_threads
         canonical = await asyncio.to_thread(_canonical, arch, manifest, staged)
         folder = self._folder / f"v{manifest.policy_version:08d}"
         shutil.rmtree(folder, ignore_errors=True)
         config = config_of(self.engine.spec, self._spec)
         _, checksum = await asyncio.gather(
             asyncio.to_thread(write_folder, folder, canonical, config),
-            asyncio.to_thread(checksum_of, arch, canonical),
+            asyncio.to_thread(checksum_of, arch, canonical, num_threads=threads),
         )
         return Good(manifest.policy_version, folder, checksum, tables_of(canonical))
 
@@ -320,11 +319,6 @@ def config_of(engine: EngineSpec, server: ServerSpec) -> dict[str, Any]:
         context_length=engine.context_length,
         quantise_activations=engine.quantise_activations,
     )
-
-
-def checksum_of(arch: Architecture, canonical: Mapping[str, Tensor]) -> str:
-    """Of what was published: the server keeps its own layout, and the probe speaks for that."""
-    return effective_checksum((name, value.numpy()) for name, value in published(arch, canonical))
 
 
 def tables_of(canonical: Mapping[str, Tensor]) -> Tables:

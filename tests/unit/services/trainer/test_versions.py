@@ -75,8 +75,8 @@ def publish(store: VersionStore, version: int) -> bytes:
     writer = ShardWriter(
         path, SIZE, base=None if base is None else StoredVersion.open(store.path(base))
     )
-    writer.add({"w": tensor})
-    writer.close_shard()
+    with writer:
+        writer.add({"w": tensor})
     manifest = Manifest(
         job_id="j",
         policy_version=version,
