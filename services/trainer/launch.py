@@ -25,6 +25,7 @@ from shared.section import site_value
 LEARNER = ("-m", "services.trainer.learner")
 RECORD_FILE = "ranks.json"
 MARK = "TANDEM_RANKS"
+REASON_CHARS = 2000
 ADDRESS_VARIABLE = "TANDEM_CHANNEL"  # where rank 0 finds the conductor
 LISTEN_VARIABLE = "TANDEM_LISTEN"  # where ranks of one node serve their parts of a version
 WATCHDOG_DIR = "watchdog"
@@ -129,7 +130,7 @@ class Launch(BaseModel):
 
 
 class Refusal(BaseModel):
-    """A node will not start its ranks. Example: number 7, node 1, reason 'no such run folder'."""
+    """A node has no ranks. Example: number 7, node 1, reason 'no such run folder'."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -137,8 +138,10 @@ class Refusal(BaseModel):
     """Of the start that it refuses."""
     node: int = Field(ge=1)
     """Which node it is."""
-    reason: str = Field(max_length=500)
-    """Why it will not start its ranks."""
+    reason: str = Field(max_length=REASON_CHARS)
+    """Why it will not start them, or how they ended."""
+    started: bool = False
+    """Whether they were started, and ended by themselves."""
 
 
 class LaunchBoard:
@@ -164,7 +167,7 @@ class LaunchBoard:
             self._refusal.set_result(refusal)
 
     async def refused(self) -> Refusal:
-        """Waits until a node refuses the start that was posted last."""
+        """Waits until a node refuses the start that was posted last, or lost its ranks of it."""
         assert self._refusal is not None, "nothing was posted"
         return await asyncio.shield(self._refusal)
 

@@ -3,7 +3,8 @@
     python -m services.trainer.node --conductor http://HEAD:8700 --node 1
 
 All nodes share the run folder: every rank keeps its shards, its part of checkpoints and what it is
-doing there. A node that finds another folder in its place says so, and no job waits for it.
+doing there. A node that finds another folder in its place says so, and no job waits for it; nor
+for ranks that ended by themselves.
 Ranks end when the conductor starts others, when it wants none, and when it has not been heard of
 for `--lost-s`: then nobody waits for them any more.
 """
@@ -19,8 +20,16 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
-from services.trainer.launch import LEARNER, MARK, RECORD_FILE, Launch, Refusal, mark_of
-from services.trainer.ranks import LOG_FILE
+from services.trainer.launch import (
+    LEARNER,
+    MARK,
+    REASON_CHARS,
+    RECORD_FILE,
+    Launch,
+    Refusal,
+    mark_of,
+)
+from services.trainer.ranks import LOG_FILE, tail
 from shared.errors import HttpFailed
 from shared.http import HttpClient
 from shared.process import die_with_parent, kill_marked, prepare_to_fork
@@ -58,6 +67,7 @@ class Node:
         self._number, self._lost_s, self._program = number, lost_s, list(program)
         self._folder_s = folder_s
         self._looked_for = (0, 0.0)  # which start's folder, since when
+        self._told_ended = 0  # of which start
         self._running: Launch | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -72,6 +82,7 @@ class Node:
                         heard_s = time.monotonic()
                         can_start = await self._can_start(client, wanted)
                         await self._follow(wanted if can_start else None)
+                        await self._tell_ended(client)
                     except HttpFailed as err:
                         if time.monotonic() - heard_s > self._lost_s and self._running:
                             log.warning("conductor_lost", after_s=self._lost_s, error=str(err))
@@ -117,10 +128,30 @@ class Node:
         if wanted is not None:
             await self._start(wanted)
 
+    async def _tell_ended(self, client: HttpClient) -> None:
+        """Ranks here may die before those of other nodes know them, who would wait for long."""
+        if self._running is None or self._process is None or not self._process.returncode:
+            return
+        if self._told_ended != self._running.number:
+            log_file = self._log_file(self._running)
+            reason = f"its torchrun ended with code {self._process.returncode}; {tail(log_file)}"
+            log.warning("ranks_lost", error=reason)
+            lost = Refusal(
+                number=self._running.number,
+                node=self._number,
+                reason=reason[:REASON_CHARS],
+                started=True,
+            )
+            await client.post(f"{self._url}/refusals", lost.model_dump(), idempotent=True)
+            self._told_ended = self._running.number
+
+    def _log_file(self, launch: Launch) -> Path:
+        return Path(launch.run_dir) / f"node{self._number}.{LOG_FILE}"
+
     async def _start(self, launch: Launch) -> None:
         prepare_to_fork()
         kill_marked(MARK, mark_of(launch.run_dir, self._number))  # of a node killed before
-        with (Path(launch.run_dir) / f"node{self._number}.{LOG_FILE}").open("ab") as output:
+        with self._log_file(launch).open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *launch.command(self._number),
                 env=launch.variables(self._number),

@@ -43,6 +43,8 @@ from shared.weights.protocol import GroupTransfer
 log = structlog.get_logger()
 LOG_FILE = "ranks.log"
 _TAIL_LINES = 8
+_TORCHRUN_LINES = 60
+_FAILED = "failed (exitcode: "
 _GOODBYE_S = 5.0
 
 
@@ -108,11 +110,13 @@ class Ranks:
         process: asyncio.subprocess.Process,
         log_path: Path,
         watch: Watch,
+        board: LaunchBoard,
     ) -> None:
         self._resources = resources
         self._process = process
         self._log_path = log_path
         self._watch = watch
+        self._board = board
         self._channel: AsyncChannel | None = None
         self._deadlines = RankDeadlines()
         self._stands_still = False
@@ -149,9 +153,9 @@ class Ranks:
             process = await _spawn(launch, listener.address, listen)
             stack.push_async_callback(process.wait)
             stack.callback(kill_marked, MARK, mark)  # runs first
-            ranks = cls(stack, process, run_dir / LOG_FILE, watch)
+            ranks = cls(stack, process, run_dir / LOG_FILE, watch, board)
             ranks._deadlines = deadlines
-            await ranks._connect(listener.accept(deadlines.start_s), board)
+            await ranks._connect(listener.accept(deadlines.start_s))
             first = {"job_id": job_id, "job": job.model_dump(mode="json"), "run_dir": str(run_dir)}
             # Rank 0 connects before it has loaded anything; others, on other nodes, may come later.
             later_s = job.cluster.rendezvous.timeout_s if launch.nodes > 1 else 0.0
@@ -243,17 +247,16 @@ class Ranks:
                 await asyncio.wait_for(self._process.wait(), _GOODBYE_S)
         await self._resources.aclose()
 
-    async def _connect(self, arrival: Any, board: LaunchBoard) -> None:
-        """Wait for rank 0, for torchrun's end, or for a node that refuses, whichever is first."""
+    async def _connect(self, arrival: Any) -> None:
+        """Wait for rank 0, for torchrun's end, or for a node without ranks, whichever is first."""
         accepting = asyncio.ensure_future(arrival)
         ending = asyncio.create_task(self._process.wait())
-        refusing = asyncio.create_task(board.refused())
+        refusing = asyncio.create_task(self._refused())
         try:
             waiting = {accepting, ending, refusing}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if refusing.done():
-                refusal = refusing.result()
-                raise ValueError(f"node {refusal.node} starts no ranks: {refusal.reason}")
+                raise refusing.result()
             if not accepting.done():
                 raise RanksLost(f"torchrun ended with code {ending.result()}; {self._tail()}")
             self._channel = accepting.result()
@@ -271,24 +274,42 @@ class Ranks:
         assert self._channel is not None
         asking = asyncio.ensure_future(self._channel.request(op, payload, timeout_s=deadline_s))
         watching = asyncio.create_task(self._watch.stalled(patience_s))
+        refusing = asyncio.create_task(self._refused())
         try:
-            await asyncio.wait({asking, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                self._stands_still = True
-                raise RanksStalled(watching.result())
-            return asking.result()
+            await asyncio.wait({asking, watching, refusing}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+            self._stands_still = True
+            if refusing.done():
+                raise refusing.result()
+            raise RanksStalled(watching.result())
         except (ChannelClosed, DeadlineExceeded) as err:
             raise RanksLost(f"{op}: {err}; {self._tail()}") from err
         finally:
+            await end(refusing)
             await end(watching)
             await end(asking)
 
+    async def _refused(self) -> Exception:
+        """What a node without ranks means here, once there is one."""
+        refusal = await self._board.refused()
+        if refusal.started:
+            return RanksLost(f"node {refusal.node}: {refusal.reason}")
+        return ValueError(f"node {refusal.node} starts no ranks: {refusal.reason}")
+
     def _tail(self) -> str:
-        """The end of the ranks' log, which says why they died."""
-        if not self._log_path.exists():
-            return f"{self._log_path} does not exist"
-        lines = self._log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        return f"{self._log_path} ends with: " + " | ".join(line.strip() for line in lines)
+        return tail(self._log_path)
+
+
+def tail(log_path: Path) -> str:
+    """The end of the ranks' log, which says why they died."""
+    if not log_path.exists():
+        return f"{log_path} does not exist"
+    lines = log_path.read_text(errors="replace").splitlines()[-_TORCHRUN_LINES:]
+    # After a rank's own last words torchrun says that it failed, its own traceback, and a table.
+    failed = [number for number, line in enumerate(lines) if _FAILED in line]
+    last = lines[: failed[-1] + 1 if failed else None][-_TAIL_LINES:]
+    return f"{log_path} ends with: " + " | ".join(line.strip() for line in last)
 
 
 async def _spawn(launch: Launch, address: str, listen: str) -> asyncio.subprocess.Process:

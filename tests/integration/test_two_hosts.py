@@ -132,6 +132,22 @@ def test_a_node_that_does_not_share_the_run_folder_is_named(hosts: Hosts, tmp_pa
     assert f"node 1 starts no ranks: {run_dir} here is not the conductor's" in log.read_text()
 
 
+def test_ranks_that_die_at_their_start_on_another_node_are_not_waited_for(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """Those of the first node would wait for them until the rendezvous' time limit."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    arguments = (str(run_dir), HEAD, str(PORT), "cable0")
+    log, node_log = tmp_path / "log", tmp_path / "node_log"
+    head = hosts.start(0, "tests.integration.head_program", *arguments, log=log)
+    node = ("tests.integration.node_program", f"http://{HEAD}:{PORT}", "30.0")
+    hosts.start(1, *node, "tests.integration.no_such_ranks", log=node_log)
+    assert head.wait(60) == 1
+    assert "node 1: its torchrun ended with code 1; " in log.read_text()
+    assert "No module named tests.integration.no_such_ranks" in log.read_text()
+
+
 def _until(
     holds: Callable[[], bool], head: subprocess.Popen[bytes], log: Path, *, within_s: float
 ) -> None:
