@@ -26,6 +26,7 @@ import torch
 
 from services.trainer.engine.actor import Actor
 from services.trainer.megatron import parallel
+from services.trainer.models.deepseek_v4 import head
 from shared.job import Job, load_job_file
 from shared.messages import TrainingBatch, TrainingSample
 from shared.models.deepseek_v4.architecture import Architecture
@@ -48,9 +49,9 @@ class Load:
         return self.sequences * self.length
 
 
-def measure_apart(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """`measure` in a process of its own."""
-    command = [sys.executable, "-m", "tests.gpu.actor_run", str(folder)]
+def measure_apart(folder: Path, document: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """`measure` in a process of its own; `more` of its arguments."""
+    command = [sys.executable, "-m", "tests.gpu.actor_run", str(folder), *more]
     child = subprocess.run(
         [*command, "--document", json.dumps(document)],
         stdout=subprocess.PIPE,
@@ -182,7 +183,9 @@ def main() -> None:
     parser.add_argument("--document", type=json.loads, default={})
     parser.add_argument("--sequences", type=int, default=Load.sequences)
     parser.add_argument("--length", type=int, default=Load.length)
+    parser.add_argument("--token-chunk", type=int, default=head.TOKEN_CHUNK)
     given = parser.parse_args()
+    head.TOKEN_CHUNK = given.token_chunk
     parallel.initialise(seed=1)
     found = measure(given.folder, given.document, load=Load(given.sequences, given.length))
     parallel.leave()

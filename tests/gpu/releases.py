@@ -1,7 +1,8 @@
 """Releases with the real head dimensions, small enough for one GPU, and pairs to warm them up on.
 
-`python -m tests.gpu.releases FOLDER [A B]` makes FOLDER/A and FOLDER/B, which differ in every
-weight, and FOLDER/pairs.jsonl: the demo's sums, worked out. configs/gpu-single.toml trains A.
+`python -m tests.gpu.releases FOLDER [A B narrow]` makes FOLDER/A and FOLDER/B, which differ in
+every weight, FOLDER/narrow with fewer experts, and FOLDER/pairs.jsonl: the demo's sums, worked out.
+configs/gpu-single.toml trains `narrow`.
 """
 
 import argparse
@@ -31,6 +32,11 @@ SINGLE = replace(
 )
 """Real hidden size, heads and number of experts; narrow experts, so that one GPU trains it."""
 
+NARROW = replace(SINGLE, n_routed_experts=64)
+"""A quarter of the experts: a hundred steps, an update each, fit into minutes of one GPU."""
+
+ARCHITECTURES = {"A": SINGLE, "B": SINGLE, "narrow": NARROW}
+
 NUM_PAIRS, NUM_HELDOUT = 4000, 128
 
 
@@ -45,7 +51,7 @@ def releases(folder: Path, names: Sequence[str] = ("A", "B")) -> dict[str, Path]
     found = {name: folder / name for name in names}
     for name, path in found.items():
         if not path.exists():
-            write_random_release(path, SINGLE, seed=ord(name))
+            write_random_release(path, ARCHITECTURES[name], seed=ord(name[0]))
     return found
 
 
@@ -79,7 +85,7 @@ class _RandomWeights(Mapping[str, Tensor]):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", default=["A", "B"])
+    parser.add_argument("names", nargs="*", default=[*ARCHITECTURES])
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     write_pairs(given.folder / "pairs.jsonl")

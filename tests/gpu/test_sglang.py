@@ -17,7 +17,13 @@ from services.rollout.engine.requests import GroupRequest
 from services.rollout.engine.sglang.buckets import Bucket, buckets_of
 from services.rollout.engine.sglang.checkpoint import read_folder
 from services.rollout.engine.sglang.client import SGLangClient
-from services.rollout.engine.sglang.transports import BUCKET_BYTES, send_bucket
+from services.rollout.engine.sglang.spec import TransportName
+from services.rollout.engine.sglang.transports import (
+    BUCKET_BYTES,
+    Transport,
+    send_bucket,
+    transport_of,
+)
 from services.rollout.engine.weights import read_canonical
 from shared.errors import WeightsCorrupt
 from shared.messages import SamplingParams
@@ -33,7 +39,12 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="no SGLang"),
 ]
-UPDATES = {"first": ("A", "B", "A", "B"), "second": ("B", "A", "B", "A")}
+# By transport: the server, and the versions that it gets.
+UPDATES: dict[TransportName, tuple[str, tuple[str, ...]]] = {
+    "disk": ("first", ("A", "B", "A", "B")),
+    "tensor": ("second", ("B", "A", "B", "A")),
+    "gloo": ("second", ("B", "A")),
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -55,13 +66,15 @@ async def test_noise_floor(world: World, figures: Figures) -> None:
     assert versions["mean"] > 0.01
 
 
-@pytest.mark.parametrize("which", UPDATES)
+@pytest.mark.parametrize("transport", UPDATES)
 async def test_updates_there_and_back_equal_a_fresh_load(
-    which: str, world: World, figures: Figures
+    transport: TransportName, world: World, figures: Figures
 ) -> None:
+    which, names = UPDATES[transport]
     driven: Driven = getattr(world, which)
-    kept = figures["sglang"].setdefault(f"updates by {driven.transport}", [])
-    for number, name in enumerate(UPDATES[which], start=1):
+    driven.versions.transport = transport_of(transport)
+    kept = figures["sglang"].setdefault(f"updates by {transport}", [])
+    for number, name in enumerate(names, start=20 if transport == "gloo" else 1):
         scores, checksums = world.fresh(name)
         told = await driven.activate(world.staged[name], number, probed_as=scores)
         found = await driven.checksums()
@@ -92,12 +105,9 @@ async def test_a_grouped_output_matrix_apart_from_its_scale_is_refused(
 ) -> None:
     """Two calls that both succeed leave matrices of new codes and old scales: see the probe."""
     kept = figures["sglang"].setdefault("faults", {})
-    driven = world.second
-    honest, driven.versions.transport = driven.versions.transport, _SplitOutputMatrices()
-    try:
-        told = await refused(driven, world, "B", sent="A", probed_as="A")
-    finally:
-        driven.versions.transport = honest
+    told = await refused(
+        world.second, world, "B", sent="A", probed_as="A", by=_SplitOutputMatrices()
+    )
     kept["wo_a apart from its scale"] = told
 
 
@@ -142,6 +152,18 @@ async def test_scores_against_the_reference_on_the_gpu(world: World, figures: Fi
     assert kept["rounded"]["median"] < 1
 
 
+@pytest.mark.parametrize("fault", ["query apart from keys", "narrowest first"])
+async def test_what_ends_the_server_is_refused_and_a_fresh_one_serves(
+    fault: str, world: World, figures: Figures
+) -> None:
+    kept = figures["sglang"].setdefault("faults", {})
+    driven = world.second
+    restarts = driven.versions.restarts
+    driven.versions.transport = transport_of("tensor")
+    kept[fault] = await refused(driven, world, "B", sent="A", probed_as="A", by=_Ending(fault))
+    assert driven.versions.restarts == restarts + 1
+
+
 def departure(found: list[np.ndarray], expected: list[np.ndarray]) -> dict[str, float]:
     """Of log-probabilities: mean, median, 99 % and largest |delta|."""
     delta = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
@@ -155,15 +177,25 @@ def departure(found: list[np.ndarray], expected: list[np.ndarray]) -> dict[str, 
 
 
 async def refused(
-    driven: Driven, world: World, good: str, *, sent: str, probed_as: str
+    driven: Driven,
+    world: World,
+    good: str,
+    *,
+    sent: str,
+    probed_as: str,
+    by: Transport | None = None,
 ) -> dict[str, Any]:
     """`good` serves, something else is sent and must be refused, and `good` serves again."""
     scores, _ = world.fresh(good)
     await driven.activate(world.staged[good], 40, probed_as=scores)
     expected, _ = world.fresh(probed_as)
+    honest, driven.versions.transport = driven.versions.transport, by or driven.versions.transport
     began_s = time.monotonic()
-    with pytest.raises(WeightsCorrupt) as caught:
-        await driven.activate(world.staged[sent], 41, probed_as=expected)
+    try:
+        with pytest.raises(WeightsCorrupt) as caught:
+            await driven.activate(world.staged[sent], 41, probed_as=expected)
+    finally:
+        driven.versions.transport = honest
     told = {
         "error": str(caught.value)[:300],
         "seconds": round(time.monotonic() - began_s, 2),
@@ -185,6 +217,22 @@ class _SplitOutputMatrices:
         for bucket in buckets_of(rest, max_bytes=BUCKET_BYTES):
             await send_bucket(client, bucket, timeout_s=timeout_s)
         await send_bucket(client, late, timeout_s=timeout_s)
+
+
+class _Ending:
+    """CUDA IPC with a bucket that SGLang's tensor path does not survive."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+
+    async def send(self, client: SGLangClient, folder: Any, *, timeout_s: float) -> None:
+        tensors = read_folder(folder)
+        if self._fault == "query apart from keys":
+            tensors = {n: t for n, t in tensors.items() if ".attn.wkv." not in n}
+        for bucket in buckets_of(tensors, max_bytes=BUCKET_BYTES):
+            if self._fault == "narrowest first":
+                bucket.sort(key=lambda item: item[1].element_size())
+            await send_bucket(client, bucket, timeout_s=timeout_s)
 
 
 @torch.no_grad()
