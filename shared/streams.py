@@ -12,7 +12,7 @@ failure touches another.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,7 +34,6 @@ __all__ = [
     "backlog",
     "dead_letters",
     "publish",
-    "publish_many",
     "read_from",
     "requeue_dead",
 ]
@@ -43,14 +42,6 @@ __all__ = [
 async def publish(redis: Redis, stream: str, body: bytes) -> bytes:
     """Append one message; its entry id. An answer lost on the way may append it twice."""
     return cast(bytes, await redis.xadd(stream, {b"body": body}))
-
-
-async def publish_many(redis: Redis, stream: str, bodies: Iterable[bytes]) -> list[bytes]:
-    """Append messages in one round trip."""
-    async with redis.pipeline(transaction=False) as pipe:
-        for body in bodies:
-            pipe.xadd(stream, {b"body": body})
-        return cast(list[bytes], await pipe.execute())
 
 
 async def backlog(redis: Redis, stream: str, group: str) -> int:

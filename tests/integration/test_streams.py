@@ -14,7 +14,6 @@ from shared.streams import (
     backlog,
     dead_letters,
     publish,
-    publish_many,
     read_from,
     requeue_dead,
 )
@@ -27,6 +26,11 @@ async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 10.0
     async with asyncio.timeout(within_s):
         while not await condition():  # noqa: ASYNC110  another process, no event
             await asyncio.sleep(0.02)
+
+
+async def publish_each(redis, stream, bodies):
+    for body in bodies:
+        await publish(redis, stream, body)
 
 
 def consumer(redis, name="w0", **settings):
@@ -55,7 +59,7 @@ async def test_every_message_is_handled_once(redis):
     async def handle(body):
         seen.append(int(body))
 
-    await publish_many(redis, STREAM, [b"%d" % i for i in range(300)])
+    await publish_each(redis, STREAM, [b"%d" % i for i in range(300)])
     assert await backlog(redis, STREAM, GROUP) == 300
     async with (
         consuming(consumer(redis, "a"), handle, concurrency=8),
@@ -76,7 +80,7 @@ async def test_no_more_messages_are_held_than_concurrency_allows(redis):
         await asyncio.sleep(0.01)
         running -= 1
 
-    await publish_many(redis, STREAM, [b"x"] * 30)
+    await publish_each(redis, STREAM, [b"x"] * 30)
     async with consuming(consumer(redis), handle, concurrency=3):
         await until(lambda: nothing_left(redis))
     assert most == 3
@@ -121,7 +125,7 @@ async def test_poison_is_buried_with_its_reason_and_others_pass(redis):
             raise ValueError("cannot digest")
         good.append(body)
 
-    await publish_many(redis, STREAM, [b"a", b"poison", b"b"])
+    await publish_each(redis, STREAM, [b"a", b"poison", b"b"])
     async with consuming(consumer(redis, max_deliveries=3), handle, concurrency=2):
         await until(lambda: nothing_left(redis))
     (letter,) = await dead_letters(redis, STREAM)
@@ -209,7 +213,7 @@ async def test_fatal_ends_the_consumer_and_counts_against_its_message_only(redis
             raise Fatal("engine died")
         await asyncio.sleep(30)
 
-    await publish_many(redis, STREAM, [b"slow", b"fatal"])
+    await publish_each(redis, STREAM, [b"slow", b"fatal"])
     with pytest.raises(Fatal, match="engine died"):
         await asyncio.wait_for(
             consumer(redis).run(handle, stop=asyncio.Event(), concurrency=2), timeout=8
@@ -259,7 +263,7 @@ async def test_stop_is_prompt_and_hands_unfinished_work_back(redis):
         began.set()
         await asyncio.sleep(60)
 
-    await publish_many(redis, STREAM, [b"a", b"b"])
+    await publish_each(redis, STREAM, [b"a", b"b"])
     stop = asyncio.Event()
     slow_lease = consumer(redis, "a", lease_s=60.0)
     task = asyncio.create_task(slow_lease.run(endless, stop=stop, drain_s=0.2))
@@ -290,7 +294,7 @@ async def test_idle_consumer_stops_within_its_block_time(redis):
 
 async def test_manual_acks_keep_their_leases_without_reading(redis):
     stop = asyncio.Event()
-    await publish_many(redis, STREAM, [b"a", b"b"])
+    await publish_each(redis, STREAM, [b"a", b"b"])
     async with consumer(redis, "trainer").session() as session:
         reading = session.deliveries(stop, max_unacked=2)
         held = [await anext(reading), await anext(reading)]
@@ -302,7 +306,7 @@ async def test_manual_acks_keep_their_leases_without_reading(redis):
 
 async def test_unacked_messages_come_first_after_a_restart(redis):
     stop = asyncio.Event()
-    await publish_many(redis, STREAM, [b"a", b"b"])
+    await publish_each(redis, STREAM, [b"a", b"b"])
     await redis.xgroup_create(STREAM, GROUP, id="0")
     await redis.xreadgroup(GROUP, "trainer", {STREAM: ">"})  # an earlier life, killed
     await publish(redis, STREAM, b"c")
@@ -316,7 +320,7 @@ async def test_dead_letters_can_be_requeued(redis):
     async def reject(body):
         raise Rejected("not today")
 
-    await publish_many(redis, STREAM, [b"a", b"b"])
+    await publish_each(redis, STREAM, [b"a", b"b"])
     async with consuming(consumer(redis), reject):
         await until(lambda: nothing_left(redis))
     first, _ = await dead_letters(redis, STREAM)
