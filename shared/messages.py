@@ -16,6 +16,7 @@ from shared.errors import Rejected
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_NESTING = 32
+MAX_SCORE = 1e6  # either way; sums and squares of scores stay far from what a float64 can hold
 
 
 class Message(BaseModel):
@@ -159,18 +160,26 @@ class RolloutGroup(Message):
         return self
 
 
+def score_fault(value: float) -> str | None:
+    """Why a number is no score."""
+    if not math.isfinite(value):
+        return f"value {value} is not finite"
+    if abs(value) > MAX_SCORE:
+        return f"value {value:g} is beyond the bound of a score, {MAX_SCORE:g} either way"
+    return None
+
+
 class Score(Message):
     kind: Literal["score"] = "score"
-    value: float
-    """What the answer is worth."""
+    value: float = Field(description=f"what the answer is worth, at most {MAX_SCORE:g} either way")
     extracted: str = Field("", description="the answer the grader read")
     reason: str = ""
     """How the grader came to it."""
 
     @model_validator(mode="after")
-    def _finite(self) -> Self:
-        if not math.isfinite(self.value):
-            raise ValueError(f"value {self.value} is not finite")
+    def _bounded(self) -> Self:
+        if fault := score_fault(self.value):
+            raise ValueError(fault)
         return self
 
 

@@ -16,7 +16,7 @@ from services.reward.pool.pool import GradingPool
 from services.reward.pool.requests import Check
 from services.reward.remote import RemoteConfig, RemoteGrader
 from shared.job_reward import PLUG_IN, REMOTE, OverlongSection, RewardPart
-from shared.messages import Outcome, Score
+from shared.messages import GraderError, Outcome, Score, score_fault
 from shared.telemetry import counter
 
 MAX_REASON = 300
@@ -141,4 +141,6 @@ def _combined(asked: Asked, own: Outcome, parts: Sequence[Outcome]) -> Outcome:
         value += overlong.weight * penalty
         reasons.append(f"{overlong.weight:g} x overlong {penalty:g}")
     reason = ", ".join(reasons)[:MAX_REASON]
+    if fault := score_fault(value):
+        return GraderError(reason=f"the weighted sum: {fault} ({reason})"[:MAX_REASON])
     return Score(value=value, extracted=own.extracted, reason=reason)

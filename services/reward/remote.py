@@ -9,10 +9,12 @@ closed ──max_failures in a row──> open: errors at once ──after open_
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import structlog
 from pydantic import BaseModel, Field, ValidationError
 
+from services.reward.outcomes import read_outcome
 from shared.config import Part
 from shared.errors import HttpFailed
 from shared.http import HttpClient
@@ -41,7 +43,7 @@ class RemoteConfig(Part):
 
 
 class _Answer(BaseModel):
-    outcomes: list[Outcome]
+    outcomes: list[Any]
 
 
 class RemoteGrader:
@@ -88,7 +90,7 @@ class RemoteGrader:
         outcomes = _Answer.model_validate(answer).outcomes
         if len(outcomes) != len(pairs):
             raise ValueError(f"gave {len(outcomes)} outcomes for {len(pairs)} responses")
-        return outcomes
+        return [read_outcome(one) for one in outcomes]
 
     def _failed(self, reason: str) -> str:
         self._num_failures += 1

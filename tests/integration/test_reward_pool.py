@@ -21,7 +21,7 @@ HOSTILE = Path(__file__).parents[1] / "fixtures" / "graders"
 NAMES = (
     "sleeps", "spins", "hangs_in_c", "takes_memory", "hides_memory_errors", "raises", "recurses",
     "exits", "kills_itself", "leaves_a_child", "leaves_an_orphan",
-    "returns_nonsense", "says_pid",
+    "returns_nonsense", "scores_hugely", "forges_a_score", "says_nice",
 )  # fmt: skip
 PLUG_INS = {name: f"hostile_graders:{name}" for name in NAMES}
 CONFIG = PoolConfig(workers=2, slow_workers=2, plug_ins=PLUG_INS, memory_bytes=256 * 2**20)
@@ -104,6 +104,9 @@ async def test_a_check_that_hangs_times_out_within_its_limit(
         ("exits", "", "the grading process died: exit code"),
         ("kills_itself", "", "the grading process died: killed by SIGKILL"),
         ("returns_nonsense", "", "returned str"),
+        ("scores_hugely", "1.7e308", "value 1.7e+308 is beyond the bound of a score, 1e+06"),
+        ("forges_a_score", "-2e6", "value -2e+06 is beyond the bound of a score, 1e+06"),
+        ("forges_a_score", "nan", "value nan is not finite"),
     ],
 )
 async def test_a_check_that_fails_is_an_error_of_its_own(
@@ -124,7 +127,7 @@ async def test_a_slow_check_keeps_its_result_and_its_process(pool: GradingPool) 
     assert outcome == Score(value=1.0, extracted="0.3")
     assert len(before - set(pool.pids)) == 1  # its worker was moved to the slow lane, then ended
     await wait_until(lambda: len(pool.pids) == CONFIG.workers)
-    outcomes = await pool.grade([Check("says_pid", "", "") for _ in range(20)])
+    outcomes = await pool.grade([Check("says_nice", "", "") for _ in range(20)])
     ours = str(os.getpriority(os.PRIO_PROCESS, 0))  # no worker is left that was made to wait
     assert {outcome.extracted for outcome in outcomes} == {ours}  # type: ignore[union-attr]
 

@@ -1,8 +1,9 @@
 """What a grader is, and which there are.
 
-A grader is a function of a response and a gold. It returns a `Score` or `Unparseable`; whatever it
-raises (a ValueError: the gold is unusable) becomes an `error`. It may be slow, hang, or eat memory:
-it runs in a pool worker that the pool kills. Modules are imported by name, in workers only.
+A grader is a function of a response and a gold. It returns a `Score` (at most 1e6 either way) or
+`Unparseable`; whatever it raises (a ValueError: the gold is unusable) becomes an `error`. It may be
+slow, hang, or eat memory: it runs in a pool worker that the pool kills. Modules are imported by
+name, in workers only.
 """
 
 import re

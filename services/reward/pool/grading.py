@@ -15,11 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from services.reward.graders import limit
 from services.reward.graders.grader import Grader
 from services.reward.pool.wire import ProgressPage, encode, receive
 from shared.messages import GraderError, Score, Unparseable
 from shared.process import die_with_parent
+from shared.refusals import fault
 
 FLUSH_S = 0.002
 MAX_INTEGER_DIGITS = 100_000
@@ -78,6 +81,8 @@ def _grade(
         return GraderError(reason="out of memory"), True
     except RecursionError:
         return GraderError(reason="nested too deeply"), False
+    except ValidationError as err:  # a score beyond its bound, say
+        return GraderError(reason=f"no outcome: {fault(err)}"[:300]), False
     except Exception as err:  # noqa: BLE001  a grader may raise anything; it is this check's result
         return GraderError(reason=f"{type(err).__name__}: {str(err)[:200]}"), False
     if not isinstance(outcome, Score | Unparseable):

@@ -18,9 +18,9 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import structlog
-from pydantic import TypeAdapter
 
 from services.reward.graders.grader import HEAVY, addresses
+from services.reward.outcomes import read_outcome
 from services.reward.pool.forking import Zygote
 from services.reward.pool.requests import Check, Request, Task, WaitingLine, new_request
 from services.reward.pool.settings import PoolConfig
@@ -35,7 +35,6 @@ WATCH_S = 0.05
 CPU_STEP_S = 0.01
 STARVED_PATIENCE = 4
 COLD_SLOW_AFTER_S = 1.0  # until they are warm, an expression's first time is slow by itself
-_OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
 
 SECONDS = histogram(
     "reward_check_seconds", "Time of a check in its process", ("lane",),
@@ -191,7 +190,7 @@ class GradingPool:
             task = worker.batch[index]
             if task is not None:
                 SECONDS.labels(_lane(task)).observe(seconds)
-                self._settle(task, _OUTCOME.validate_python(body))
+                self._settle(task, read_outcome(body))
         if is_spent:
             self._replace(worker, "memory")
         elif not worker.open_tasks():

@@ -92,6 +92,14 @@ async def test_a_sum_of_what_was_not_scored_is_no_score(grading: Grading) -> Non
     assert [one.kind for one in outcomes] == ["unparseable", "error"]
 
 
+async def test_a_sum_beyond_the_bound_of_a_score_is_an_error(grading: Grading) -> None:
+    parts = (RewardPart(grader="format", weight=1e300),)
+    outcomes = await grading.grade([asked("1", parts=parts), asked("-1e6"), asked("1")])
+    assert [one.kind for one in outcomes] == ["error", "score", "score"]
+    reason = cast(GraderError, outcomes[0]).reason
+    assert "value 1e+300 is beyond the bound of a score, 1e+06 either way" in reason
+
+
 async def test_what_fails_is_repeated_as_often_as_asked_and_the_rest_is_not(
     grading: Grading,
 ) -> None:
@@ -177,6 +185,15 @@ async def test_a_remote_answer_that_cannot_be_read_is_an_error(answer: dict[str,
     server = FakeServer(lambda _: httpx.Response(200, json=answer))
     (outcome,) = await remote(server).grade([("1", "")])
     assert isinstance(outcome, GraderError)
+
+
+async def test_a_remote_score_beyond_the_bound_costs_its_own_response_only() -> None:
+    low, huge, high = await remote(FakeServer(right)).grade(
+        [("-1e6", ""), ("1.7e308", ""), ("1", "")]
+    )
+    assert isinstance(huge, GraderError)
+    assert "value 1.7e+308 is beyond the bound of a score, 1e+06 either way" in huge.reason
+    assert (low, high) == (Score(value=-1e6), Score(value=1.0))
 
 
 async def test_a_remote_grader_that_keeps_failing_is_cut_off_and_tried_again() -> None:
