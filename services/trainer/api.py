@@ -176,11 +176,15 @@ async def submit(
     document: Annotated[dict[str, Any], Body()],
     idempotency_key: IdempotencyKey = None,
 ) -> Submitted:
-    """Queue a job. Its files are checked before the answer."""
-    roots = allowed_roots(PROJECT_ROOT, [*state.config.data_roots, state.config.runs_dir])
+    """Queue a job. Its files are checked before the answer, unless its key has queued it before."""
+    asked = read_document(document)
     try:
-        job = await asyncio.to_thread(check_files, check_abilities(read_document(document)), roots)
-        stored, is_new = state.store.add(job, idempotency_key=idempotency_key)
+        if known := state.store.known(asked, idempotency_key=idempotency_key):
+            response.status_code = 200
+            return Submitted(job_id=known.job_id, warnings=known.job.warnings)
+        roots = allowed_roots(PROJECT_ROOT, [*state.config.data_roots, state.config.runs_dir])
+        job = await asyncio.to_thread(check_files, check_abilities(asked), roots)
+        stored, is_new = state.store.add(job, asked=asked, idempotency_key=idempotency_key)
     except KeyReused as err:
         raise HTTPException(409, str(err)) from err
     response.status_code = 201 if is_new else 200

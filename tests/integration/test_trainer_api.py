@@ -297,6 +297,20 @@ async def test_repeated_submission_with_a_key_is_one_job(trainer: Trainer) -> No
     assert len((await trainer.http.get("/v1/jobs")).json()["jobs"]) == 1
 
 
+async def test_a_submission_is_repeated_although_its_files_are_gone(trainer: Trainer) -> None:
+    """The job is there; what became of its files since is not asked."""
+    headers, document = {"Idempotency-Key": "k1"}, trainer.document()
+    first = await trainer.http.post("/v1/jobs", json=document, headers=headers)
+    (trainer.root / "rows.jsonl").rename(trainer.root / "moved.jsonl")
+    again = await trainer.http.post("/v1/jobs", json=document, headers=headers)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert again.json() == first.json()
+    other = await trainer.http.post("/v1/jobs", json=document | {"steps": 9}, headers=headers)
+    assert other.status_code == 409
+    new = await trainer.http.post("/v1/jobs", json=document, headers={"Idempotency-Key": "k2"})
+    assert new.status_code == 422
+
+
 async def test_jobs_run_one_after_the_other(trainer: Trainer, redis: Redis) -> None:
     """No server is there, so the first job waits until it is cancelled."""
     first, second = [await trainer.submit() for _ in range(2)]

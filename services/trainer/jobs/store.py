@@ -84,23 +84,34 @@ class JobStore:
     def close(self) -> None:
         self._db.close()
 
-    def add(self, job: Job, *, idempotency_key: str | None = None) -> tuple[StoredJob, bool]:
-        """Queue the job; the second value is False if its key had queued it before."""
-        document = job.model_dump_json()
-        digest = blake2b(document.encode(), digest_size=16).hexdigest()
+    def known(self, asked: Job, *, idempotency_key: str | None) -> StoredJob | None:
+        """What the key has queued before; `asked` is the job as its document says, paths unread.
+
+        Raises `KeyReused` if that was another document.
+        """
+        if idempotency_key is None or (known := self._by_key(idempotency_key)) is None:
+            return None
+        if known[1] != _digest(asked):
+            raise KeyReused(
+                f"idempotency key {idempotency_key!r} belongs to {known[0]}, "
+                "which was submitted with another document"
+            )
+        return self.get(known[0])
+
+    def add(
+        self, job: Job, *, asked: Job | None = None, idempotency_key: str | None = None
+    ) -> tuple[StoredJob, bool]:
+        """Queue the job; the second value is False if its key had queued it before. `asked` is the
+        job before its paths were read, if they were."""
+        asked = asked or job
         with self._writing():
-            if idempotency_key is not None and (known := self._by_key(idempotency_key)):
-                if known[1] != digest:
-                    raise KeyReused(
-                        f"idempotency key {idempotency_key!r} belongs to {known[0]}, "
-                        "which was submitted with another document"
-                    )
-                return self.get(known[0]), False
+            if known := self.known(asked, idempotency_key=idempotency_key):
+                return known, False
             job_id = self._new_id(job.name)
             self._db.execute(
                 "INSERT INTO jobs(job_id, state, document, created_at_s, idempotency_key, digest)"
                 " VALUES (?, 'queued', ?, ?, ?, ?)",
-                (job_id, document, now_s(), idempotency_key, digest),
+                (job_id, job.model_dump_json(), now_s(), idempotency_key, _digest(asked)),
             )
         return self.get(job_id), True
 
@@ -232,6 +243,10 @@ class JobStore:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+
+def _digest(job: Job) -> str:
+    return blake2b(job.model_dump_json().encode(), digest_size=16).hexdigest()
 
 
 def _read(document: str) -> Job | str:
