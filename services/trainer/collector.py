@@ -273,9 +273,10 @@ class Collector:
         What the latter earned counts like any other reward: only so is the raw curve unbiased.
         """
         rewards = graded_rewards(scored, job=self._source.job)
-        if entry.state == "dropped" and self._books.note_late(entry.group_id, rewards):
-            if self._recording is not None:
-                self._recording.keep_group(scored)
+        is_late = entry.state == "dropped" and not entry.arrived
+        if is_late and self._recording is not None:
+            self._recording.keep_group(scored)  # first: a recording lacks nothing that is counted
+        if is_late and self._books.note_late(entry.group_id, rewards):
             log.info("late_group_ignored", group_id=entry.group_id, reason=entry.reason)
             self._settled.labels("late").inc()
         else:

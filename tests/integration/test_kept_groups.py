@@ -12,8 +12,9 @@ from redis.asyncio import Redis
 from services.trainer import watch
 from services.trainer.batches import KeptGroup
 from services.trainer.conductor import Conductor
+from services.trainer.recording import Recording
 from shared import topology
-from shared.messages import PromptGroup, Score
+from shared.messages import PromptGroup, Score, ScoredGroup
 from shared.streams import publish
 from shared.tasks import end
 from tests.integration.conductor_world import (
@@ -201,6 +202,31 @@ async def test_every_graded_sample_counts_once_however_late_it_comes(
         assert books.num_unusable_during(2) == 0  # nor do they count against the step's bounds
         assert hand.parts.recording is not None
         assert hand.parts.recording.group_ids() == [f"{JOB_ID}.g{i:06d}" for i in range(6)]
+
+
+async def test_a_late_group_is_recorded_before_it_is_counted(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should the process die in between, it comes again: not counted yet, it is no duplicate."""
+    sampling, name = SMALL | {"oversampling": 2.0}, f"{JOB_ID}.g000002"
+    async with by_hand(
+        redis, tmp_path / "run", sampling=sampling, record=True, deterministic=False
+    ) as hand:
+        books, keep_group = hand.parts.books, Recording.keep_group
+        counted: list[bool] = []
+
+        def keep(self: Recording, scored: ScoredGroup) -> None:
+            counted.append(books.group(scored.group.prompt.group_id).arrived)
+            keep_group(self, scored)
+
+        await hand.give([0, 1, 3], version=0, rewards=(0.0, 1.0))
+        assert await hand.step() == [0, 1]
+        monkeypatch.setattr(Recording, "keep_group", keep)
+        for _ in range(2):
+            await hand.give([2], version=0, rewards=(1.0, 1.0))
+        assert counted == [False]
+        assert books.group(name).arrived
+        assert name in hand.parts.recording.group_ids()
 
 
 async def test_what_comes_while_a_batch_is_written_counts_in_the_next_step(
