@@ -1,7 +1,8 @@
 """A small server that answers like SGLang and, when told to, succeeds in words and fails in deed.
 
 It serves reference log-probabilities of whichever folder it loaded last. Each fault is one that was
-seen on real servers: see docs/sglang.md.
+seen on real servers: see docs/sglang.md. As with them, what is post-processed lies shuffled until
+it is restored: tensors that are loaded into it, or a second post-processing, spoil the experts.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ Fault = Literal[
     "none",
     "ignores_weights",  # success, and the old weights stay
     "keeps_stale_copy",  # success, equal checksums, and a derived copy of the old weights serves
+    "keeps_stale_sinks",  # likewise, until the server is told to derive it anew
     "says_no",  # 200 with success false
     "refuses",  # 400
     "hangs",  # no answer to an update
@@ -49,8 +51,10 @@ class FakeServer:
     stale: str = ".attn."  # tensors whose copies stay behind
     page_size: int = 1
     chunk: int = 0  # scores behind so many tokens are of the token before
+    session: Literal["none", "open", "loaded"] = "none"
     breaks_next_health: bool = False  # the connection, not the server
     breaks_next_stream: bool = False  # in the middle of every sequence
+    keeps_rebuilt_prefixes: bool = False  # those of a state that was stale
     holds_next_score: bool = False  # until a pause cuts it short
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     forbidden: int = -1  # a prompt with this token is answered 400
@@ -60,9 +64,12 @@ class FakeServer:
     started_from: list[str] = field(default_factory=list)
     asked: list[list[list[int]]] = field(default_factory=list)  # input_ids of each stream
     _weights: dict[str, Any] = field(default_factory=dict)
+    _whole: dict[str, Any] = field(default_factory=dict)  # the same without stale copies
     _cached: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)  # prefix: weights
     _fault: Fault = "none"
     _pending: dict[str, Any] | None = None
+    _is_shuffled: bool = True
+    _is_spoiled: bool = False  # by what came between two restorings
     _goes_on: asyncio.Event = field(default_factory=asyncio.Event)  # cleared by a pause
     _paused: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -89,8 +96,8 @@ class FakeServer:
         app.post("/update_weights_from_disk")(self._update)
         app.post("/update_weight_version")(self._label)
         if self.dialect == "session":
-            app.post("/begin_weight_update")(self._ok)
-            app.post("/end_weight_update")(self._finish)
+            app.post("/begin_weight_update")(self._begin)
+            app.post("/end_weight_update")(self._end)
         if self.dialect == "post_process":
             app.post("/post_process_weights")(self._post_process)
         return app
@@ -98,6 +105,7 @@ class FakeServer:
     def forget(self) -> None:
         """What a restart by somebody else leaves: other weights, the first label."""
         self._weights, self.label = {}, "default"
+        self.session, self._pending = "none", None
 
     def start_from(self, folder: Path) -> None:
         """What a fresh process of ours has."""
@@ -157,30 +165,71 @@ class FakeServer:
             self.forget()
         if self._fault in ("drops_connection", "dies"):
             raise ConnectionResetError
-        self._pending = read_folder(Path(body["model_path"]))
-        if self.dialect == "bare":
-            await self._finish()
+        if self.dialect == "session":
+            self._restore()
+        self._take(read_folder(Path(body["model_path"])))
+        self._finish()
+        return await self._ok()
+
+    async def _begin(self) -> dict[str, Any]:
+        if self.session != "none":
+            return {"success": False, "message": "a weight-update session is already open"}
+        self.session = "open"
+        self._restore()
+        return await self._ok()
+
+    async def _end(self) -> dict[str, Any]:
+        if self.session == "none":
+            return {"success": False, "message": "no weight-update session is open"}
+        if self.session == "open":
+            self._derive_anew()
+        self.session = "none"
+        self._finish()
         return await self._ok()
 
     async def _post_process(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("post_load_weights"):
+            self._derive_anew()
+        if body.get("restore_weights_before_load"):
+            self._restore()
         if body.get("post_process_quantization"):
-            return await self._finish()
+            self._finish()
         return await self._ok()
 
-    async def _finish(self) -> dict[str, Any]:
+    def _restore(self) -> None:
+        self._is_shuffled = self._is_spoiled = False
+
+    def _take(self, tensors: dict[str, Any]) -> None:
+        """What `load_weights` does."""
+        self._is_spoiled |= self._is_shuffled and self.dialect != "bare"
+        self._pending = (self._pending or {}) | tensors
+
+    def _derive_anew(self) -> None:
+        if self._fault == "keeps_stale_sinks":
+            self._weights = self._whole
+            if self.keeps_rebuilt_prefixes:
+                self._fault = "keeps_prefixes"
+
+    def _finish(self) -> None:
+        """What post-processing does."""
+        self._is_spoiled |= self._is_shuffled and self.dialect != "bare"
+        self._is_shuffled = True
         if self._pending is not None and self._fault not in (
             "ignores_weights",
             "forgets_post_processing",
         ):
             old, self._weights = self._weights, self._pending
-            if self._fault == "keeps_stale_copy" and old:
+            self._whole = self._weights
+            if self._fault.startswith("keeps_stale") and old:
                 stale = {name: old[name] for name in old if self.stale in name}
                 self._weights = self._weights | stale
             if self._fault == "garbles_tables":
                 tables = {name for name in self._weights if name.endswith("tid2eid")}
                 self._weights |= {name: self._weights[name].roll(1, 0) for name in tables}
         self._pending = None
-        return await self._ok()
+        if self._is_spoiled:
+            experts = {name: one for name, one in self._weights.items() if "experts.0.w1.w" in name}
+            self._weights = self._weights | {name: one.T for name, one in experts.items()}
 
     async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
         self.aborted.append(body["rid"])

@@ -251,6 +251,59 @@ class Ours(Server):
         self.client = SGLangClient(self.fake.url)
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("dialect", ["session", "post_process"])
+async def test_sinks_that_are_stale_are_derived_anew_by_the_server_itself(
+    tmp_path: Path, dialect: str, is_ours: bool
+) -> None:
+    """No fresh server is needed where it has a call for it, which an attached one could not be."""
+    fake = FakeServer(dialect=dialect, stale="attn_sink")  # type: ignore[arg-type]
+    async with attached(fake, tmp_path, tensor_parallel=2, is_ours=is_ours) as world:
+        await world.activate(OLD)
+        fake.started_from.clear()
+        fake.faults = ["keeps_stale_sinks"]
+        number = await world.activate(NEW)
+        assert fake.started_from == []
+        assert await world.sample() == [(number, 4)]
+        found = await world.engine.score_now(PROBE)
+        np.testing.assert_allclose(found[0], reference_logprobs(NEW, PROBE[0]), atol=1e-5)
+
+
+async def test_a_session_that_was_left_open_is_closed_first(tmp_path: Path) -> None:
+    """By whoever broke off in the middle of it: the server would begin no other."""
+    fake = FakeServer(stale="attn_sink")
+    async with attached(fake, tmp_path) as world:
+        await world.activate(OLD)
+        fake.session = "loaded"
+        fake.faults = ["keeps_stale_sinks"]
+        number = await world.activate(NEW)
+        assert fake.session == "none"
+        assert await world.sample() == [(number, 4)]
+
+
+async def test_a_server_without_a_call_for_it_is_replaced_for_its_stale_sinks(
+    tmp_path: Path,
+) -> None:
+    fake = FakeServer(dialect="bare", stale="attn_sink")
+    async with attached(fake, tmp_path, tensor_parallel=2, is_ours=True) as world:
+        await world.activate(OLD)
+        fake.faults = ["keeps_stale_sinks"]
+        number = await world.activate(NEW)
+        assert fake.started_from[-1] == f"v{number:08d}"
+
+
+async def test_prefixes_that_a_rebuilt_server_keeps_are_seen(tmp_path: Path) -> None:
+    """What was computed under the stale copy is dropped, and a prompt looked for once more."""
+    fake = FakeServer(stale="attn_sink")
+    async with attached(fake, tmp_path, tensor_parallel=2) as world:
+        old = await world.activate(OLD)
+        fake.faults = ["keeps_stale_sinks"]
+        fake.keeps_rebuilt_prefixes = True
+        with pytest.raises(WeightsCorrupt, match="probe"):
+            await world.activate(NEW)
+        assert await world.sample() == [(old, 4)]
+
+
 @pytest.mark.parametrize(
     ("fault", "tensor_parallel", "is_healed"),
     [

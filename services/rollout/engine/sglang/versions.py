@@ -2,9 +2,10 @@
 
 What a server holds after a failed or late call is unknown. It is then loaded with the last good
 version again and must score the probe as it did before; if it does not, or is ours and cannot, it
-is ended and a fresh one is started from that version. At tensor parallel above 1 SGLang keeps a
-stale copy of the attention sinks after an update, which no checksum shows: there a failed probe is
-first healed by a fresh server of the new version.
+is ended and a fresh one is started from that version. A server may keep copies that it derived from
+the old weights (the attention sinks at tensor parallel above 1), which no checksum shows: a failed
+probe is first answered by having it derive them anew, then, where they are known to stay, by a
+fresh server of the new version.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from services.rollout.engine.probing import Proven, next_anchor, prove
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.checkpoint import server_config, write_folder
 from services.rollout.engine.sglang.client import ServerRefused
-from services.rollout.engine.sglang.dialects import Dialect, loading
+from services.rollout.engine.sglang.dialects import Dialect, loading, rebuild
 from services.rollout.engine.sglang.engine import SGLangEngine
 from services.rollout.engine.sglang.fingerprint import checksum_of
 from services.rollout.engine.sglang.generation import SAME_SCORES
@@ -46,6 +47,7 @@ from shared.weights.protocol import CommitUpdate, Probe
 
 log = structlog.get_logger()
 
+_FAILURES = (WeightsCorrupt, ServerRefused, HttpFailed, DeadlineExceeded)
 FIRST = "first"  # folder of the checkpoint that a server starts with, before any version
 
 
@@ -173,13 +175,9 @@ class Versions:
             await self._load(candidate.folder, self.transport)
             watch.lap("restore_s")
             try:
-                if before is not None:
-                    await self._check_forgotten(before)
-                proven = await self._prove(candidate, commit.probe)
-                if before is not None:
-                    _check_moved(before.scores, proven.proven)
+                proven = await self._check(candidate, commit.probe, before)
             except WeightsCorrupt as err:
-                proven = await self._heal(candidate, commit.probe, err)
+                proven = await self._heal(candidate, commit.probe, before, err)
             await self._label(proven)
         except WeightsCorrupt:
             raise
@@ -205,13 +203,20 @@ class Versions:
         await client.pause("abort")
         return _Before(scores, witness)
 
-    async def _check_forgotten(self, before: "_Before") -> None:
+    async def _check(self, candidate: Good, probe: Probe | None, before: "_Before | None") -> Good:
+        """The candidate with its proof; WeightsCorrupt when the server kept what is old."""
+        if before is None:
+            return await self._prove(candidate, probe)
         vocab_size = self.engine.spec.arch.vocab_size
         await check_forgotten(self._server.client, before.witness, vocab_size=vocab_size)
+        proven = await self._prove(candidate, probe)
+        _check_moved(before.scores, proven.proven)
+        return proven
 
     async def _load(self, folder: Path, transport: Transport) -> None:
         client, limit_s = self._server.client, self._spec.update_deadline_s
-        async with loading(client, self._dialect, timeout_s=limit_s):
+        is_disk = isinstance(transport, Disk)
+        async with loading(client, self._dialect, is_disk=is_disk, timeout_s=limit_s):
             await transport.send(client, folder, timeout_s=limit_s)
         await client.flush()
         await client.go_on()
@@ -224,10 +229,16 @@ class Versions:
         proven = prove(version.policy_version, probe, scores, anchor=self._anchor)
         return replace(version, proven=proven)
 
-    async def _heal(self, candidate: Good, probe: Probe | None, err: WeightsCorrupt) -> Good:
-        """A fresh server of the new version, where the server is known to keep what is old: state
-        at tensor parallel above 1, or prefixes that it was told to drop."""
-        is_known = self._spec.tensor_parallel > 1 or isinstance(err, PrefixKept)
+    async def _heal(
+        self, candidate: Good, probe: Probe | None, before: "_Before | None", err: WeightsCorrupt
+    ) -> Good:
+        """What is old is derived anew by the server; or a fresh server has the new version, where
+        it is known to stay: state at tensor parallel above 1, or prefixes that were to be dropped.
+        """
+        is_prefix = isinstance(err, PrefixKept)
+        if not is_prefix and (proven := await self._rebuilt(candidate, probe, before, err)):
+            return proven
+        is_known = self._spec.tensor_parallel > 1 or is_prefix
         if not self._server.is_ours or not is_known:
             await self._go_back(str(err))
             raise err
@@ -235,9 +246,25 @@ class Versions:
         try:
             await self._server.restart(candidate.folder)
             return await self._prove(candidate, probe)
-        except (WeightsCorrupt, ServerRefused, HttpFailed, DeadlineExceeded) as again:
+        except _FAILURES as again:
             await self._go_back(str(again))
             raise WeightsCorrupt(f"a fresh server, too: {again}") from err
+
+    async def _rebuilt(
+        self, candidate: Good, probe: Probe | None, before: "_Before | None", err: WeightsCorrupt
+    ) -> Good | None:
+        """The candidate, proven once the server derived its copies anew; None if it is not."""
+        client, limit_s = self._server.client, self._spec.update_deadline_s
+        try:
+            if not await rebuild(client, self._dialect, timeout_s=limit_s):
+                return None
+            await client.flush()
+            proven = await self._check(candidate, probe, before)
+        except _FAILURES as again:
+            log.info("sglang_rebuild_in_vain", error=str(again))
+            return None
+        log.warning("sglang_state_stale", remedy="rebuild", error=str(err))
+        return proven
 
     async def _go_back(self, reason: str) -> None:
         """The last good version serves again, loaded or from a fresh server."""
@@ -249,7 +276,7 @@ class Versions:
         try:
             await self._load(good.folder, Disk())
             await self._prove_same(good)
-        except (ServerRefused, HttpFailed, DeadlineExceeded, WeightsCorrupt) as err:
+        except _FAILURES as err:
             log.warning("sglang_restarted", reason=str(err))
             self.restarts += 1
             await self._server.restart(good.folder)
