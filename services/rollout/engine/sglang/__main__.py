@@ -196,6 +196,7 @@ async def started(
     spec: EngineSpec, server_spec: ServerSpec, server: Server, folder: Path
 ) -> Versions:
     """The server with its own first weights up, or attached to, and what replaces them."""
+    transport = transport_of(server_spec.transport)
     if server.is_ours:
         tensors = await asyncio.to_thread(first_tensors, Path(server_spec.checkpoint), spec.arch)
         config = config_of(spec, server_spec)
@@ -204,7 +205,6 @@ async def started(
     info = await server.client.info()
     check_version(str(info.get("version", "unknown")))
     dialect = dialect_of(await server.client.endpoints())
-    transport = transport_of(server_spec.transport)
     log.info("sglang_serves", version=info.get("version"), dialect=dialect)
     engine = SGLangEngine(spec, server)
     return Versions(engine, server_spec, folder=folder, dialect=dialect, transport=transport)

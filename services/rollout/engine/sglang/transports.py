@@ -6,7 +6,7 @@ them makes the new weights whole; only the probe says that they are.
 
 import asyncio
 import base64
-from collections.abc import Mapping
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +17,11 @@ from services.rollout.engine.sglang.buckets import Bucket, buckets_of
 from services.rollout.engine.sglang.checkpoint import dtype_name, read_folder
 from services.rollout.engine.sglang.client import SGLangClient
 from services.rollout.engine.sglang.spec import TransportName
+from shared.errors import ConfigInvalid
 from shared.process import free_port
 
 BUCKET_BYTES = 2**30
+NCCL_MEMORY = "NCCL_CUMEM_ENABLE"  # SGLang sets it to 0 for its own processes
 _GROUP = "tandem-update"
 
 
@@ -29,11 +31,24 @@ class Transport(Protocol):
 
 
 def transport_of(name: TransportName) -> Transport:
+    """ConfigInvalid where this process lacks a setting that its side of the transport needs."""
     if name == "disk":
         return Disk()
     if name == "tensor":
         return SharedMemory()
+    if name == "nccl":
+        _check_nccl()
     return ProcessGroup(name)
+
+
+def _check_nccl() -> None:
+    """Members that allocate their buffers in different ways wait for each other for good."""
+    if (found := os.environ.get(NCCL_MEMORY)) != "0":
+        raise ConfigInvalid(
+            f"transport = nccl needs {NCCL_MEMORY}=0 in the environment of the rollout service, as "
+            f"SGLang has it; it is {'unset' if found is None else repr(found)}, and the first "
+            "broadcast would hang"
+        )
 
 
 class Disk:
@@ -86,7 +101,13 @@ def _shared_handle(bucket: Bucket) -> tuple[str, dict[str, Any]]:
 
 
 class ProcessGroup:
-    """Broadcast through a group of this process and the server's ranks (gloo, NCCL, RCCL)."""
+    """Broadcast through a group of this process and the server's ranks (gloo, NCCL, RCCL).
+
+    NCCL wants a GPU for each member: this process takes its first, so the server gets others
+    (`--base-gpu-id`).
+    """
+
+    load_format: str | None = "flattened_bucket"
 
     def __init__(self, backend: TransportName) -> None:
         self._backend = backend
@@ -96,12 +117,18 @@ class ProcessGroup:
         group = await self._join(client, timeout_s)
         try:
             for bucket in buckets_of(tensors, max_bytes=BUCKET_BYTES):
-                await self._broadcast(client, group, dict(bucket), timeout_s)
+                await self._broadcast(client, group, bucket, timeout_s)
         finally:
-            await asyncio.to_thread(torch.distributed.destroy_process_group, group)
-            await client.change(
-                "/destroy_weights_update_group", {"group_name": _GROUP}, timeout_s=timeout_s
+            # Both at once: the end of an NCCL group waits for the members on its host.
+            end = {"group_name": _GROUP}
+            await asyncio.gather(
+                client.change("/destroy_weights_update_group", end, timeout_s=timeout_s),
+                asyncio.to_thread(torch.distributed.destroy_process_group, group),
             )
+
+    def messages(self, bucket: Bucket) -> list[Tensor]:
+        """What is broadcast for one call, in order: the whole bucket as bytes."""
+        return [torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in bucket])]
 
     async def _join(self, client: SGLangClient, timeout_s: float) -> Any:
         from datetime import timedelta
@@ -118,36 +145,38 @@ class ProcessGroup:
             "group_name": _GROUP,
             "backend": self._backend,
         }
-        asking = asyncio.create_task(
-            client.change("/init_weights_update_group", body, timeout_s=timeout_s)
+        _, group = await asyncio.gather(
+            client.change("/init_weights_update_group", body, timeout_s=timeout_s),
+            asyncio.to_thread(
+                init_custom_process_group,
+                backend=self._backend,
+                init_method=f"tcp://127.0.0.1:{port}",
+                world_size=ranks + 1,
+                rank=0,
+                group_name=_GROUP,
+                timeout=timedelta(seconds=timeout_s),
+            ),
         )
-        group = await asyncio.to_thread(
-            init_custom_process_group,
-            backend=self._backend,
-            init_method=f"tcp://127.0.0.1:{port}",
-            world_size=ranks + 1,
-            rank=0,
-            group_name=_GROUP,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        await asking
         return group
 
     async def _broadcast(
-        self, client: SGLangClient, group: Any, bucket: Mapping[str, Tensor], timeout_s: float
+        self, client: SGLangClient, group: Any, bucket: Bucket, timeout_s: float
     ) -> None:
         body = {
-            "names": list(bucket),
-            "dtypes": [dtype_name(tensor.dtype) for tensor in bucket.values()],
-            "shapes": [list(tensor.shape) for tensor in bucket.values()],
+            "names": [name for name, _ in bucket],
+            "dtypes": [dtype_name(tensor.dtype) for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
             "group_name": _GROUP,
             "flush_cache": True,
-            "load_format": "flattened_bucket",
+            "load_format": self.load_format,
         }
         path = "/update_weights_from_distributed"
-        asking = asyncio.create_task(client.change(path, body, timeout_s=timeout_s))
-        flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in bucket.values()])
-        if self._backend == "nccl":
-            flat = flat.cuda()
-        await asyncio.to_thread(torch.distributed.broadcast, flat, src=0, group=group)
-        await asking
+        await asyncio.gather(
+            client.change(path, body, timeout_s=timeout_s),
+            asyncio.to_thread(self._send_all, group, bucket),
+        )
+
+    def _send_all(self, group: Any, bucket: Bucket) -> None:
+        device = "cuda" if self._backend == "nccl" else "cpu"
+        for message in self.messages(bucket):
+            torch.distributed.broadcast(message.to(device), src=0, group=group)
