@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,11 +69,11 @@ def measure(folder: Path, document: Mapping[str, Any], *, load: Load) -> dict[st
     actor = Actor(speed_job(folder, document, load))
     held = torch.cuda.memory_allocated()
     began_s = time.perf_counter()
-    scores = actor.score([sample.token_ids for sample in _samples(actor.architecture, load)])
+    scores = actor.score([sample.token_ids for sample in samples_of(actor.architecture, load)])
     score_s = time.perf_counter() - began_s
     seconds: list[dict[str, float]] = []
     for step in range(1, STEPS + 2):
-        samples = _samples(actor.architecture, load, scores=scores)
+        samples = samples_of(actor.architecture, load, scores=scores)
         batch = TrainingBatch(
             job_id="speed",
             step=step,
@@ -152,9 +152,10 @@ def speed_job(folder: Path, document: Mapping[str, Any], load: Load) -> Job:
     return Job.model_validate(merged)
 
 
-def _samples(
-    arch: Architecture, load: Load, *, scores: list[np.ndarray] | None = None
+def samples_of(
+    arch: Architecture, load: Load, *, scores: Sequence[np.ndarray] | None = None
 ) -> list[TrainingSample]:
+    """Random text; half of it is to become likelier. `scores`: what the sampler said of it."""
     generator = np.random.default_rng(0)
     samples = []
     for number in range(load.sequences):

@@ -1,4 +1,4 @@
-"""Two real SGLang servers on one GPU, each the other's oracle: fresh loads of two versions.
+"""Two real SGLang servers, on one GPU unless placed apart, each the other's oracle: fresh loads.
 
     first:  starts with A, gets its updates from disk        fresh scores of A
     second: starts with B, gets its updates by CUDA IPC      fresh scores of B
@@ -19,9 +19,11 @@ import numpy as np
 
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.__main__ import started
+from services.rollout.engine.sglang.dialects import dialect_of, loading
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import Kernels, ServerSpec, TransportName
-from services.rollout.engine.sglang.versions import Versions
+from services.rollout.engine.sglang.transports import Transport
+from services.rollout.engine.sglang.versions import FIRST, Versions
 from shared.http import HttpClient
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import load_release
@@ -33,6 +35,7 @@ from tests.integration.rollout_world import write_version
 RELEASES = "GPU_RELEASES"  # a folder that may have releases A and B already
 CONTEXT = 8191
 BOUND = 0.02  # mean |delta log p| of the probes: far below what A and B differ by
+LOAD_S = 60.0
 _generator = np.random.default_rng(0)
 TEXTS = [_generator.integers(2, SINGLE.vocab_size, n).tolist() for n in (300, 600, 2600)]
 """The longest has more compressed entries than the indexer picks, and the last token."""
@@ -62,6 +65,25 @@ def stage(release: Path, folder: Path) -> Staged:
     return Staged(manifest, folder)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a server runs, and how weights reach it."""
+
+    transport: TransportName
+    gpu: int = 0  # the first of its ranks'
+    tensor_parallel: int = 1
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Ranks talk over NCCL alone: the other ways compile kernels at every start."""
+        apart = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
+        return (
+            *_ARGUMENTS,
+            *("--base-gpu-id", str(self.gpu)),
+            *(apart if self.tensor_parallel > 1 else ()),
+        )
+
+
 @dataclass
 class Driven:
     """One server, as the engine drives it."""
@@ -69,6 +91,7 @@ class Driven:
     versions: Versions
     transport: TransportName
     start_s: float
+    first: Path  # the folder that it was started from
     fresh: list[np.ndarray] = field(default_factory=list)  # scores of TEXTS before any update
     fresh_checksums: dict[str, str] = field(default_factory=dict)
 
@@ -88,6 +111,15 @@ class Driven:
             return _checksums(await http.get(f"{url}/weights_checker", timeout_s=60.0))
         finally:
             await http.close()
+
+    async def load(self, folder: Path, transport: Transport) -> float:
+        """Another folder's tensors, outside of any transaction; the seconds of sending them."""
+        client = self.versions.engine.server.client
+        dialect = dialect_of(await client.endpoints())
+        began_s = time.monotonic()
+        async with loading(client, dialect, timeout_s=LOAD_S):
+            await transport.send(client, folder, timeout_s=LOAD_S)
+        return time.monotonic() - began_s
 
     async def activate(
         self, staged: Staged, number: int, *, probed_as: list[np.ndarray], bound: float = BOUND
@@ -124,12 +156,14 @@ class World:
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[World]:
+async def running(
+    folder: Path, first_at: Place = Place("disk"), second_at: Place = Place("tensor")
+) -> AsyncIterator[World]:
     """Both servers up, with their fresh scores; ended when this is left."""
     paths = await asyncio.to_thread(releases, Path(os.environ.get(RELEASES, folder)))
     async with (
-        _server(paths["A"], folder / "a", "disk") as first,
-        _server(paths["B"], folder / "b", "tensor") as second,
+        _server(paths["A"], folder / "a", first_at) as first,
+        _server(paths["B"], folder / "b", second_at) as second,
     ):
         *staged, one, other = await asyncio.gather(
             *(asyncio.to_thread(stage, paths[n], folder / f"staged-{n}") for n in paths),
@@ -153,22 +187,22 @@ class _Beginning:
         assert self.spec.server is not None
         began_s = time.monotonic()
         versions = await started(self.spec, self.spec.server, self.server, self.folder)
-        return Driven(versions, self.spec.server.transport, round(time.monotonic() - began_s, 1))
+        start_s = round(time.monotonic() - began_s, 1)
+        return Driven(versions, self.spec.server.transport, start_s, self.folder / FIRST)
 
 
 @asynccontextmanager
-async def _server(
-    release: Path, folder: Path, transport: TransportName
-) -> AsyncIterator[_Beginning]:
+async def _server(release: Path, folder: Path, place: Place) -> AsyncIterator[_Beginning]:
     await asyncio.to_thread(folder.mkdir)
     spec = ServerSpec(
         str(release),
         platform="cuda",
         kernels=Kernels(mhc_prenorm="deep_gemm"),
-        transport=transport,
+        transport=place.transport,
+        tensor_parallel=place.tensor_parallel,
         max_total_tokens=400_000,
         log_file=str(folder / "server.log"),
-        extra_arguments=_ARGUMENTS,
+        extra_arguments=place.arguments,
     )
     engine = EngineSpec(SINGLE, 64, CONTEXT, True, 8, record_experts=True, server=spec)
     server = Server(engine, spec, log_file=folder / "server.log")

@@ -1,6 +1,7 @@
 """A keeper on ranks without a model, for tests of launch and watchdog on one host and two."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,16 @@ def batch(step: int) -> TrainingBatch:
 class Run:
     """A keeper of a job, with the books that it restores from."""
 
-    def __init__(self, run_dir: Path, job: Job, program: tuple[str, ...] = PROGRAM) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        job: Job,
+        program: tuple[str, ...] = PROGRAM,
+        make_batch: Callable[[int], TrainingBatch] = batch,
+    ) -> None:
         run_dir.mkdir(exist_ok=True)
         self.run_dir = run_dir
+        self._make_batch = make_batch
         self.books = Books(run_dir / BOOKS_FILE)
         self.record = EventLog(run_dir, self.books)
         self.board = LaunchBoard(list(program))
@@ -89,7 +97,7 @@ class Run:
         self.books.record_draws([Draw(draw, f"d{draw}", 0)])
         self.books.commit_batch(
             number,
-            body=batch(number).pack(),
+            body=self._make_batch(number).pack(),
             group_ids=[f"d{draw}"],
             policy_version=number,
             batch_facts={},

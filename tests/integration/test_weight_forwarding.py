@@ -34,6 +34,7 @@ class Peer:
     folder: Path
     engine: StandIn = field(default_factory=StandIn)
     spoil: Callable[[Path], Path] = lambda path: path
+    max_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         self.updates = Updates(
@@ -41,7 +42,7 @@ class Peer:
             job_id=JOB_ID,
             folder=self.folder / self.name,
             deadline_s=20.0,
-            max_bytes=2**30,
+            max_bytes=self.max_bytes,
             on_change=lambda: None,
         )
         self.shards = ShardServer(self._find)

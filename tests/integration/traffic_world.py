@@ -100,10 +100,9 @@ class TrafficCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        operation = OPERATIONS.get(name)
-        if operation is None:
-            assert name in ("recv_", "barrier", "monitored_barrier_"), name
+        if name in ("recv_", "barrier", "monitored_barrier_"):
             return
+        operation = OPERATIONS.get(name, name)  # an unknown one stands out among the planned
         group = next(group for group in map(_group, args) if group is not None)
         if operation == "broadcast" and args[2] != group.rank():
             return  # who gets it sends nothing
