@@ -6,6 +6,7 @@ it is restored: tensors that are loaded into it, or a second post-processing, sp
 """
 
 import asyncio
+import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from services.rollout.engine.sglang.checkpoint import read_folder
 from tests.engine_contract import reference_logprobs
+from tests.integration.sglang_parts import GROUPS, Group, Serializer, unflattened
 from tests.served import served
 
 Fault = Literal[
@@ -26,7 +28,7 @@ Fault = Literal[
     "keeps_stale_copy",  # success, equal checksums, and a derived copy of the old weights serves
     "keeps_stale_sinks",  # likewise, until the server is told to derive it anew
     "says_no",  # 200 with success false
-    "refuses",  # 400
+    "refuses",  # 400, with half of the tensors taken
     "hangs",  # no answer to an update
     "drops_connection",
     "labels_nothing",  # success, and tokens go on carrying the old label
@@ -50,6 +52,7 @@ class FakeServer:
     label: str = "default"
     stale: str = ".attn."  # tensors whose copies stay behind
     page_size: int = 1
+    ranks: int = 1  # of tensor parallelism
     chunk: int = 0  # scores behind so many tokens are of the token before
     session: Literal["none", "open", "loaded"] = "none"
     breaks_next_health: bool = False  # the connection, not the server
@@ -94,6 +97,10 @@ class FakeServer:
         app.post("/abort_request")(self._abort)
         app.post("/flush_cache")(self._flush)
         app.post("/update_weights_from_disk")(self._update)
+        app.post("/update_weights_from_tensor")(self._update_from_handles)
+        app.post("/update_weights_from_distributed")(self._update_from_group)
+        app.post("/init_weights_update_group")(self._join)
+        app.post("/destroy_weights_update_group")(self._leave)
         app.post("/update_weight_version")(self._label)
         if self.dialect == "session":
             app.post("/begin_weight_update")(self._begin)
@@ -136,7 +143,7 @@ class FakeServer:
         return await self._ok()
 
     async def _info(self) -> dict[str, Any]:
-        return {"version": "0.5.23", "tp_size": 1, "page_size": self.page_size}
+        return {"version": "0.5.23", "tp_size": self.ranks, "page_size": self.page_size}
 
     async def _model(self) -> dict[str, Any]:
         return {"weight_version": self.label, "model_path": "fake", "is_generation": True}
@@ -152,23 +159,65 @@ class FakeServer:
         return await self._ok()
 
     async def _update(self, body: dict[str, Any]) -> Any:
+        if self.dialect == "session":
+            self._restore()
+        answer = await self._load(read_folder(Path(body["model_path"])))
+        self._finish()
+        return answer
+
+    async def _update_from_handles(self, body: dict[str, Any]) -> Any:
+        """Each rank takes the handle at its own place; one that finds none dies of it."""
+        handles = body["serialized_named_tensors"]
+        if len(handles) < self.ranks:
+            self.forget()
+            raise ConnectionResetError
+        for handle in handles:
+            shared = Serializer.deserialize(base64.b64decode(handle))
+            tensors = unflattened(shared["flattened_tensor"], shared["metadata"])
+        return await self._load_in_session(tensors)
+
+    async def _join(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert body["world_size"] == self.ranks + 1
+        GROUPS.setdefault(body["group_name"], Group()).is_joined.set()
+        return await self._ok()
+
+    async def _leave(self, body: dict[str, Any]) -> dict[str, Any]:
+        del GROUPS[body["group_name"]]
+        return await self._ok()
+
+    async def _update_from_group(self, body: dict[str, Any]) -> Any:
+        sent = GROUPS[body["group_name"]].sent
+        flat = await asyncio.to_thread(sent.get, timeout=20)
+        described = list(zip(body["names"], body["dtypes"], body["shapes"], strict=True))
+        return await self._load_in_session(unflattened(flat, described))
+
+    async def _load_in_session(self, tensors: dict[str, Any]) -> Any:
+        if self.dialect == "session" and self.session == "none":
+            return JSONResponse({"success": False, "message": "no session is open"}, 400)
+        answer = await self._load(tensors)
+        self.session = "loaded" if self.session == "open" else self.session
+        if self.dialect == "bare":
+            self._finish()
+        return answer
+
+    async def _load(self, tensors: dict[str, Any]) -> Any:
+        """What happens to them at this time; a server that says no may have taken half of them."""
         self._fault = self.faults.pop(0) if self.faults else "none"
         if self._fault == "says_no":
             return {"success": False, "message": "Failed to load layers.0.attn.wkv"}
-        if self._fault == "refuses":
-            return JSONResponse({"success": False, "message": "no session is open"}, 400)
         if self._fault == "hangs":
             await asyncio.sleep(3600)
-        if self._fault == "asserts":
-            return JSONResponse({"detail": "AssertionError"}, 500)
         if self._fault == "dies":
             self.forget()
         if self._fault in ("drops_connection", "dies"):
             raise ConnectionResetError
-        if self.dialect == "session":
-            self._restore()
-        self._take(read_folder(Path(body["model_path"])))
-        self._finish()
+        if self._fault == "asserts":
+            return JSONResponse({"detail": "AssertionError"}, 500)
+        names = list(tensors)
+        is_half = self._fault == "refuses"
+        self._take({name: tensors[name] for name in names[: len(names) // (1 + is_half)]})
+        if is_half:
+            return JSONResponse({"success": False, "message": "partially updated"}, 400)
         return await self._ok()
 
     async def _begin(self) -> dict[str, Any]:
@@ -202,7 +251,7 @@ class FakeServer:
     def _take(self, tensors: dict[str, Any]) -> None:
         """What `load_weights` does."""
         self._is_spoiled |= self._is_shuffled and self.dialect != "bare"
-        self._pending = (self._pending or {}) | tensors
+        self._pending = (self._pending or self._weights) | tensors
 
     def _derive_anew(self) -> None:
         if self._fault == "keeps_stale_sinks":

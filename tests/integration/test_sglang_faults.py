@@ -22,8 +22,8 @@ from services.rollout.engine.sglang.client import ServerRefused, SGLangClient
 from services.rollout.engine.sglang.dialects import dialect_of
 from services.rollout.engine.sglang.engine import SGLangEngine
 from services.rollout.engine.sglang.server import Server, ServerFailed
-from services.rollout.engine.sglang.spec import ServerSpec
-from services.rollout.engine.sglang.transports import Disk
+from services.rollout.engine.sglang.spec import ServerSpec, TransportName
+from services.rollout.engine.sglang.transports import transport_of
 from services.rollout.engine.sglang.versions import FIRST, Versions
 from shared.errors import Retryable, WeightsCorrupt
 from shared.messages import SamplingParams
@@ -32,6 +32,7 @@ from shared.weights.protocol import CommitUpdate, Probe, ProbeSequence
 from tests.engine_contract import CHECKPOINT, PROBE, reference_logprobs, variant
 from tests.integration.fake_sglang import FakeServer, Fault, serving
 from tests.integration.rollout_world import write_version
+from tests.integration.sglang_parts import install
 
 OLD, NEW = variant(0), variant(1)
 
@@ -89,6 +90,7 @@ async def attached(
     stream_interval: int = 0,
     tensor_parallel: int = 1,
     is_ours: bool = False,
+    transport: TransportName = "disk",
 ) -> AsyncIterator[Attached]:
     async with serving(fake):
         spec = ServerSpec(
@@ -97,6 +99,7 @@ async def attached(
             update_deadline_s=deadline_s,
             stream_interval=stream_interval,
             tensor_parallel=tensor_parallel,
+            transport=transport,
         )
         engine_spec = EngineSpec(Architecture.load(CHECKPOINT), 8, 64, False, 1, server=spec)
         server = (Ours if is_ours else Server)(engine_spec, spec, log_file=folder / "server.log")
@@ -107,7 +110,8 @@ async def attached(
         engine = SGLangEngine(engine_spec, server)
         dialect = dialect_of(await server.client.endpoints())
         assert dialect == fake.dialect
-        versions = Versions(engine, spec, folder=folder, dialect=dialect, transport=Disk())
+        sends = transport_of(transport)
+        versions = Versions(engine, spec, folder=folder, dialect=dialect, transport=sends)
         try:
             yield Attached(fake, engine, versions, folder)
         finally:
@@ -156,6 +160,58 @@ async def test_a_fault_is_refused_and_the_old_version_serves(fault: Fault, tmp_p
         assert await world.sample() == [(old, 4)]
         found = await world.engine.score_now(PROBE)
         np.testing.assert_allclose(found[0], reference_logprobs(OLD, PROBE[0]), atol=1e-5)
+        number = await world.activate(NEW)
+        assert await world.sample() == [(number, 4)]
+
+
+@pytest.fixture
+def sglang_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has what it needs of the package to hand tensors over."""
+    install(monkeypatch)
+
+
+@pytest.mark.usefixtures("sglang_parts")
+@pytest.mark.parametrize("dialect", ["session", "post_process", "bare"])
+@pytest.mark.parametrize("transport", ["tensor", "gloo"])
+async def test_tensors_reach_every_rank_in_each_dialect(
+    transport: TransportName, dialect: str, tmp_path: Path
+) -> None:
+    """Two ranks: each takes a handle of its own, or is a member of the group."""
+    fake = FakeServer(dialect=dialect, ranks=2)  # type: ignore[arg-type]
+    async with attached(fake, tmp_path, transport=transport) as world:
+        for stored in (OLD, NEW):
+            number = await world.activate(stored)
+            assert await world.sample() == [(number, 4)]
+        assert "/update_weights_from_disk" not in fake.calls
+
+
+TENSOR_FAULTS: list[Fault] = [
+    "ignores_weights",
+    "keeps_stale_copy",
+    "says_no",
+    "refuses",
+    "drops_connection",
+    "garbles_tables",
+    "asserts",
+    "dies",
+]
+
+
+@pytest.mark.usefixtures("sglang_parts")
+@pytest.mark.parametrize("fault", TENSOR_FAULTS)
+@pytest.mark.parametrize("transport", ["tensor", "gloo"])
+async def test_a_fault_of_handed_over_tensors_is_refused_and_the_old_version_serves(
+    transport: TransportName, fault: Fault, tmp_path: Path
+) -> None:
+    async with attached(FakeServer(), tmp_path, transport=transport) as world:
+        old = await world.activate(OLD)
+        world.fake.faults = [fault]
+        with pytest.raises(WeightsCorrupt):
+            await world.activate(NEW)
+        assert await world.sample() == [(old, 4)]
+        found = await world.engine.score_now(PROBE)
+        np.testing.assert_allclose(found[0], reference_logprobs(OLD, PROBE[0]), atol=1e-5)
+        assert world.fake.session == "none"
         number = await world.activate(NEW)
         assert await world.sample() == [(number, 4)]
 

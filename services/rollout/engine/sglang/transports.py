@@ -64,23 +64,34 @@ class SharedMemory:
 
     async def send(self, client: SGLangClient, folder: Path, *, timeout_s: float) -> None:
         tensors = await asyncio.to_thread(read_folder, folder)
+        ranks = await _num_ranks(client)
         for bucket in buckets_of(tensors, max_bytes=BUCKET_BYTES):
-            await send_bucket(client, bucket, timeout_s=timeout_s)
+            await send_bucket(client, bucket, ranks=ranks, timeout_s=timeout_s)
 
 
-async def send_bucket(client: SGLangClient, bucket: Bucket, *, timeout_s: float) -> None:
-    """One call with a handle of tensors that the server maps."""
-    handle, _held = await asyncio.to_thread(_shared_handle, bucket)
+async def _num_ranks(client: SGLangClient) -> int:
+    """Processes of the server that each take the tensors."""
+    return int((await client.info()).get("tp_size") or 1)
+
+
+async def send_bucket(
+    client: SGLangClient, bucket: Bucket, *, ranks: int = 1, timeout_s: float
+) -> None:
+    """One call with a handle for each rank of tensors that the server maps."""
+    handles, _held = await asyncio.to_thread(_shared_handles, bucket, ranks)
     body = {
-        "serialized_named_tensors": [handle],
+        "serialized_named_tensors": handles,
         "load_format": "flattened_bucket",
         "flush_cache": True,
     }
     await client.change("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
 
-def _shared_handle(bucket: Bucket) -> tuple[str, dict[str, Any]]:
-    """The handle, and what must live until the server has mapped it."""
+def _shared_handles(bucket: Bucket, ranks: int) -> tuple[list[str], dict[str, Any]]:
+    """The handles, and what must live until the server has mapped it.
+
+    A rank opens the handle at its own place, and each handle once: its owner counts who did.
+    """
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -97,7 +108,8 @@ def _shared_handle(bucket: Bucket) -> tuple[str, dict[str, Any]]:
         "flattened_tensor": flat.get_flattened_tensor(),
         "metadata": flat.get_metadata(),
     }
-    return base64.b64encode(MultiprocessingSerializer.serialize(shared)).decode(), shared
+    serialize = MultiprocessingSerializer.serialize
+    return [base64.b64encode(serialize(shared)).decode() for _ in range(ranks)], shared
 
 
 class ProcessGroup:
@@ -135,7 +147,7 @@ class ProcessGroup:
 
         from sglang.srt.utils import init_custom_process_group
 
-        ranks = int((await client.info()).get("tp_size", 1))
+        ranks = await _num_ranks(client)
         port = free_port()
         body = {
             "master_address": "127.0.0.1",
