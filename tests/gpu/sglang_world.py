@@ -22,7 +22,7 @@ from services.rollout.engine.sglang.__main__ import started
 from services.rollout.engine.sglang.dialects import dialect_of, loading
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import Kernels, ServerSpec, TransportName
-from services.rollout.engine.sglang.transports import Transport
+from services.rollout.engine.sglang.transports import Disk, Transport
 from services.rollout.engine.sglang.versions import FIRST, Versions
 from shared.http import HttpClient
 from shared.models.deepseek_v4.architecture import Architecture
@@ -117,7 +117,7 @@ class Driven:
         client = self.versions.engine.server.client
         dialect = dialect_of(await client.endpoints())
         began_s = time.monotonic()
-        async with loading(client, dialect, timeout_s=LOAD_S):
+        async with loading(client, dialect, is_disk=isinstance(transport, Disk), timeout_s=LOAD_S):
             await transport.send(client, folder, timeout_s=LOAD_S)
         return time.monotonic() - began_s
 

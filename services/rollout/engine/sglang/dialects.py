@@ -36,7 +36,7 @@ def dialect_of(endpoints: set[str]) -> Dialect:
 
 @contextlib.asynccontextmanager
 async def loading(
-    client: SGLangClient, dialect: Dialect, *, is_disk: bool, timeout_s: float
+    client: SGLangClient, dialect: Dialect, *, is_disk: bool = False, timeout_s: float
 ) -> AsyncIterator[None]:
     """Tensors may be sent inside; leaving rebuilds the quantised state, once.
 
