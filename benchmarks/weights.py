@@ -234,6 +234,7 @@ async def _measure_update(given: argparse.Namespace) -> list[Row]:
                 job_id=JOB_ID,
                 folder=root / "staging",
                 deadline_s=600.0,
+                activation_limit_s=600.0,
                 max_bytes=2**40,
                 on_change=lambda: None,
             )

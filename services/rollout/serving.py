@@ -86,8 +86,9 @@ async def serving_job(
     await asyncio.to_thread(_remove_all_but, folder, announced.job_id)
     arch = await asyncio.to_thread(Architecture.load, checkpoint)
     tokenizer = await asyncio.to_thread(CheckpointTokenizer.load, checkpoint)
+    spec = engine_spec(job, arch, config)
     async with running_engine(
-        engine_spec(job, arch, config),
+        spec,
         ids={"replica": config.name, "job_id": announced.job_id},
     ) as engine:
         engine.on_load = _show_load
@@ -96,6 +97,7 @@ async def serving_job(
             job_id=announced.job_id,
             folder=folder / announced.job_id,
             deadline_s=job.update.deadline_s,
+            activation_limit_s=activation_limit_s(spec, job.update.deadline_s),
             max_bytes=config.max_update_bytes,
             on_change=on_change,
         )
@@ -122,6 +124,12 @@ def engine_spec(job: Job, arch: Architecture, config: RolloutConfig) -> EngineSp
         record_entries=job.actor.replay.indexer,
         server=server_spec(job, config.sglang) if rollout.engine == "sglang" else None,
     )
+
+
+def activation_limit_s(spec: EngineSpec, deadline_s: float) -> float:
+    """After which an engine that has not answered is lost. One that drives a server keeps the
+    deadline itself, and then has to bring the old version back."""
+    return deadline_s if spec.server is None else spec.server.longest_update_s
 
 
 def server_spec(job: Job, config: SGLangConfig) -> ServerSpec:

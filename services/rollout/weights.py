@@ -102,6 +102,7 @@ class Updates:
         job_id: str,
         folder: Path,
         deadline_s: float,
+        activation_limit_s: float,
         max_bytes: int,
         on_change: Callable[[], None],
     ) -> None:
@@ -109,6 +110,7 @@ class Updates:
         self._job_id = job_id
         self._folder = folder
         self._deadline_s = deadline_s
+        self._activation_limit_s = activation_limit_s
         self._max_bytes = max_bytes
         self._on_change = on_change
         self._update: Update | None = None
@@ -168,7 +170,7 @@ class Updates:
             check_probe(commit.probe, self._engine.spec)
             with span("activate", "updates", policy_version=update.version):
                 result = await self._engine.activate(
-                    update.folder, commit, timeout_s=self._deadline_s
+                    update.folder, commit, timeout_s=self._activation_limit_s
                 )
         except (RemoteError, ValueError) as err:
             self._close(update, "failed", str(err))

@@ -30,6 +30,7 @@ Fault = Literal[
     "says_no",  # 200 with success false
     "refuses",  # 400, with half of the tensors taken
     "hangs",  # no answer to an update
+    "hangs_in_probe",  # success, and no score of what was loaded ever comes
     "drops_connection",
     "labels_nothing",  # success, and tokens go on carrying the old label
     "forgets_post_processing",  # loads; post-processing answers success and does nothing
@@ -60,6 +61,8 @@ class FakeServer:
     keeps_rebuilt_prefixes: bool = False  # those of a state that was stale
     holds_next_score: bool = False  # until a pause cuts it short
     holding: asyncio.Event = field(default_factory=asyncio.Event)
+    is_next_late: bool = False  # the next call reaches the server when it is paused
+    is_deaf: bool = False  # no abort ends what runs
     forbidden: int = -1  # a prompt with this token is answered 400
     endless: frozenset[int] = frozenset()  # samples that run until they are aborted
     running: int = 0  # of the endless ones
@@ -78,6 +81,10 @@ class FakeServer:
 
     def __post_init__(self) -> None:
         self._goes_on.set()
+
+    @property
+    def is_going_on(self) -> bool:
+        return self._goes_on.is_set()
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -284,12 +291,16 @@ class FakeServer:
         self.aborted.append(body["rid"])
         return await self._ok()
 
+    def _is_cut_short(self, rid: str) -> bool:
+        return not self.is_deaf and (rid in self.aborted or self._paused.is_set())
+
     async def _run_until_aborted(self, body: dict[str, Any]) -> Any:
         """One sequence, with a token by then."""
         self.running += 1
         async with asyncio.timeout(20):
-            while body["rid"][0] not in self.aborted:  # noqa: ASYNC110  another request tells it
+            while not self._is_cut_short(body["rid"][0]):  # noqa: ASYNC110  another request tells
                 await asyncio.sleep(0.01)
+        self.running -= 1
         sampling = body["sampling_params"][0] | {"max_new_tokens": 1}
         answer = self._answer(body["input_ids"][0], sampling, body)
         answer["meta_info"]["finish_reason"] = {"type": "abort"}
@@ -304,8 +315,18 @@ class FakeServer:
         meta = {"finish_reason": {"type": "abort", "message": "paused"}}
         return [{"output_ids": [], "meta_info": meta} for _ in body["input_ids"]]
 
-    async def _generate(self, body: dict[str, Any]) -> Any:
+    async def _arrive(self) -> None:
+        """A call that comes while the server is paused waits, and no abort knows of it."""
+        if self.is_next_late:
+            self.is_next_late = False
+            self.holding.set()
+            await self._paused.wait()
         await self._goes_on.wait()
+
+    async def _generate(self, body: dict[str, Any]) -> Any:
+        await self._arrive()
+        if self._fault == "hangs_in_probe" and body.get("logprob_start_len", -1) >= 0:
+            await asyncio.sleep(3600)
         if self.forbidden in body["input_ids"][0:1] or any(
             isinstance(ids, list) and self.forbidden in ids for ids in body["input_ids"]
         ):

@@ -42,6 +42,7 @@ class Peer:
             job_id=JOB_ID,
             folder=self.folder / self.name,
             deadline_s=20.0,
+            activation_limit_s=20.0,
             max_bytes=self.max_bytes,
             on_change=lambda: None,
         )

@@ -92,6 +92,7 @@ async def updates(engine: StandIn, tmp_path: Path) -> AsyncIterator[Updates]:
         job_id=JOB_ID,
         folder=tmp_path / "staging",
         deadline_s=5.0,
+        activation_limit_s=9.0,
         max_bytes=2**30,
         on_change=lambda: None,
     )
@@ -309,6 +310,7 @@ async def test_a_trainer_that_never_commits_does_not_block_the_next(
         job_id=JOB_ID,
         folder=tmp_path,
         deadline_s=0.3,
+        activation_limit_s=0.3,
         max_bytes=2**30,
         on_change=lambda: None,
     )
@@ -346,12 +348,12 @@ async def test_an_engine_that_does_not_answer_a_commit_is_restarted(
     begin(updates, trainer, 1)
     await outcome(updates, 1)
     engine.is_silent = True
-    sentence = "waited 5 s for the engine; the engine is restarted"
+    sentence = "waited 9 s for the engine; the engine is restarted"
     with pytest.raises(CommitFailed, match=f"version 1: {sentence}"):
         await updates.commit(1, CommitUpdate())
     assert engine.died.is_set()
     status = updates.status(1)
-    assert (status.state, status.error) == ("failed", "waited 5 s for the engine")
+    assert (status.state, status.error) == ("failed", "waited 9 s for the engine")
 
 
 async def test_a_commit_that_is_repeated_joins_the_first(

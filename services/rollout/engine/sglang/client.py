@@ -5,7 +5,7 @@ is unknown, and whoever asked decides what becomes of it.
 """
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Literal
 
 import structlog
@@ -30,12 +30,14 @@ class SGLangClient:
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
         self.url = url.rstrip("/")
+        self.is_closed = False
         # Whoever asks owns the repeating. Sampling has connections of its own, as many as sequences
         # run: a pause must not wait for what it is to end.
         self._http = HttpClient(token=token, attempts=1)
         self._sampling = HttpClient(token=token, attempts=1, max_connections=None)
 
     async def close(self) -> None:
+        self.is_closed = True
         await self._http.close()
         await self._sampling.close()
 
@@ -132,15 +134,20 @@ class SGLangClient:
             raise ServerRefused(f"{path}: {str(answer)[:500]}")
 
     async def _ask(self, path: str, *, timeout_s: float) -> Any:
-        """A question. A broken connection says nothing of the server: it is asked once more."""
         url = f"{self.url}{path}"
-        try:
-            return await self._http.get(url, timeout_s=timeout_s)
-        except HttpFailed as err:
-            if err.status is not None or err.is_late:
-                raise
-            log.info("sglang_asked_again", error=str(err))
-        return await self._http.get(url, timeout_s=timeout_s)
+        return await self._once_more(lambda: self._http.get(url, timeout_s=timeout_s))
 
     async def _control(self, path: str, body: dict[str, Any]) -> None:
-        await self._http.post(f"{self.url}{path}", body, timeout_s=_CONTROL_S, idempotent=True)
+        url = f"{self.url}{path}"
+        await self._once_more(lambda: self._http.post(url, body, timeout_s=_CONTROL_S))
+
+    async def _once_more(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """A question, or what is the same done twice. A broken connection says nothing of the
+        server: it is asked once more."""
+        try:
+            return await ask()
+        except HttpFailed as err:
+            if err.status is not None or err.is_late or self.is_closed:
+                raise
+            log.info("sglang_asked_again", error=str(err))
+        return await ask()

@@ -11,6 +11,7 @@ The gate is ours, so that nothing is sampled between the load and the proof.
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -40,6 +41,8 @@ from shared.tasks import end, wait_for_event
 log = structlog.get_logger()
 
 _HOME_S = 60.0  # for running sequences to come back when told to
+_PAUSED_S = 20.0  # the same where somebody waits for the pause
+_AWAY_S = 1.0  # and then a call may wait on the server, which it reached after the pause
 _CALL_S = 1800.0
 _ABORT_AGAIN_S = 1.0
 _SCORE_TRIES = 8
@@ -57,6 +60,7 @@ class SGLangEngine:
         self.paused = False
         self.tables: Tables = {}  # of the hash layers that are served
         self._gate = asyncio.Event()
+        self._is_held = False  # an update or a recovery is at it: nobody else opens the gate
         self._calls: dict[str, list[Sequence]] = {}  # under way on the server
         self._idle = asyncio.Event()
         self._idle.set()
@@ -112,9 +116,12 @@ class SGLangEngine:
                 return version, self._scores(sequences, answers)
         raise ServerRefused(f"{_SCORE_TRIES} calls in a row for scores were cut short")
 
-    async def score_now(self, sequences: list[list[int]]) -> list[np.ndarray]:
+    async def score_now(
+        self, sequences: list[list[int]], *, timeout_s: float = _CALL_S
+    ) -> list[np.ndarray]:
         """The same of whatever the server holds at this moment."""
-        answers = await self._score_answers(sequences, f"score-{next(self._numbers)}")
+        call_id = f"score-{next(self._numbers)}"
+        answers = await self._score_answers(sequences, call_id, timeout_s=timeout_s)
         return self._scores(sequences, answers)
 
     async def abort(self, request_id: str) -> None:
@@ -126,41 +133,85 @@ class SGLangEngine:
                     await self.server.client.abort(sequence_id(call_id, one.sample))
 
     @asynccontextmanager
-    async def quiet(self, *, hand_over: bool) -> AsyncIterator[None]:
-        """Nothing of ours runs on the server, and nothing starts, until this is left."""
-        self._gate.clear()
+    async def quiet(self, *, hand_over: bool, limit_s: float) -> AsyncIterator[None]:
+        """Nothing of ours runs on the server, and nothing starts, until this is left.
+
+        The server is paused when this begins and goes on when it is left, however that comes.
+        DeadlineExceeded when what runs did not come back in `limit_s`.
+        """
+        was_held = self._is_held
+        self.shut_gate()
         self._hand_over = hand_over
         try:
-            await self.server.client.pause("abort")
-            await self.close_gate()
+            await self._bring_home(min(limit_s, _HOME_S))
             self._hand_over = False
             yield
         finally:
             self._hand_over = False
+            await self._leave_going()
+            self._is_held = was_held
 
     def shut_gate(self) -> None:
-        """Let no call start."""
+        """Let no call start until `open_gate`."""
+        self._is_held = True
         self._gate.clear()
 
     async def close_gate(self) -> None:
         """Let no call start, and wait until all have come back or failed."""
         self.shut_gate()
         if not await wait_for_event(self._idle, _HOME_S):
-            raise DeadlineExceeded(f"{len(self._calls)} calls to come back from SGLang", _HOME_S)
+            raise self._not_home(_HOME_S)
 
     def open_gate(self) -> None:
-        if self.policy_version is not None and not self.paused:
-            self._gate.set()
+        """Whoever shut it is done; a pause is still a pause."""
+        self._is_held = False
+        self._open_if_free()
 
     async def pause(self) -> None:
-        """Stop sampling until `go_on`; what runs keeps its tokens."""
+        """Stop sampling until `go_on`; what runs keeps its tokens. Goes on if that fails."""
         self.paused = True
-        async with self.quiet(hand_over=False):
-            await self.server.client.go_on()
+        try:
+            async with self.quiet(hand_over=False, limit_s=_PAUSED_S):
+                pass
+        except BaseException:
+            self.go_on()
+            raise
 
     def go_on(self) -> None:
         self.paused = False
-        self.open_gate()
+        self._open_if_free()
+
+    def _open_if_free(self) -> None:
+        if self.policy_version is not None and not (self.paused or self._is_held):
+            self._gate.set()
+
+    async def _bring_home(self, limit_s: float) -> None:
+        """Pause the server until all calls have come back.
+
+        A call that reaches it after the pause waits there, where no abort finds it, for the server
+        to go on. So it is let in, under the weights that it asked for, and then cut short.
+        """
+        client, ends_s = self.server.client, time.monotonic() + limit_s
+        await client.pause("abort")
+        while not await wait_for_event(self._idle, _AWAY_S):
+            if time.monotonic() > ends_s:
+                raise self._not_home(limit_s)
+            log.info("sglang_calls_are_late", calls=len(self._calls))
+            await client.go_on()
+            await client.pause("abort")
+
+    async def _leave_going(self) -> None:
+        """A server that stayed paused would answer nothing, its own health least of all."""
+        client = self.server.client
+        if client.is_closed:
+            return
+        try:
+            await client.go_on()
+        except HttpFailed as err:
+            log.warning("sglang_does_not_go_on", error=str(err))  # the guard finds it unwell
+
+    def _not_home(self, limit_s: float) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{len(self._calls)} calls to come back from SGLang", limit_s)
 
     def _require(self, policy_version: int | None) -> int:
         held = self.policy_version
@@ -173,7 +224,8 @@ class SGLangEngine:
     async def _pass_gate(self, num_sequences: int) -> None:
         self._waiting += num_sequences
         try:
-            await self._gate.wait()
+            while not self._gate.is_set():  # it may be shut again before a waiter has its turn
+                await self._gate.wait()
         finally:
             self._waiting -= num_sequences
 
@@ -213,12 +265,12 @@ class SGLangEngine:
                 self._idle.set()
 
     async def _score_answers(
-        self, sequences: list[list[int]], call_id: str
+        self, sequences: list[list[int]], call_id: str, *, timeout_s: float = _CALL_S
     ) -> list[dict[str, Any]]:
         if not sequences:
             return []
         body = score_body(sequences, call_id=call_id)
-        return await self.server.client.score(body, timeout_s=_CALL_S)
+        return await self.server.client.score(body, timeout_s=timeout_s)
 
     def _scores(
         self, sequences: list[list[int]], answers: list[dict[str, Any]]

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+_BETWEEN_S = 300.0  # servers that end, labels, sessions that are closed, a server that goes on
 Platform = Literal["cpu", "cuda", "rocm"]
 TransportName = Literal["disk", "tensor", "gloo", "nccl"]
 
@@ -40,6 +41,17 @@ class ServerSpec:
     stream_interval: int = 0  # tokens between two answers of a sequence; 0: one, at its end
     start_deadline_s: float = 600.0
     update_deadline_s: float = 120.0
+
+    @property
+    def longest_update_s(self) -> float:
+        """Until an update is answered when all goes wrong that can.
+
+        It waits for a server that is being replaced (start, load, probe); takes until its deadline;
+        what the server keeps of the old weights is rebuilt, then lost with a fresh server (start,
+        probe); the old version is loaded back, then started (load, start, probe).
+        """
+        num_starts = 3 if self.url is None else 1
+        return num_starts * self.start_deadline_s + 7 * self.update_deadline_s + _BETWEEN_S
 
     def to_payload(self) -> dict[str, Any]:
         return asdict(self) | {"extra_arguments": list(self.extra_arguments)}

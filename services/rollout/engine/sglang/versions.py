@@ -27,6 +27,7 @@ from services.rollout.engine.sglang.dialects import Dialect, loading, rebuild
 from services.rollout.engine.sglang.engine import SGLangEngine
 from services.rollout.engine.sglang.fingerprint import checksum_of
 from services.rollout.engine.sglang.generation import SAME_SCORES
+from services.rollout.engine.sglang.limits import Limit
 from services.rollout.engine.sglang.routes import Tables
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
@@ -91,14 +92,20 @@ class Versions:
     async def activate(
         self, manifest: Manifest, staged: Path, commit: CommitUpdate, *, asked_at_s: float
     ) -> dict[str, Any]:
-        """Fields of a CommitResult; WeightsCorrupt with the old version serving."""
+        """Fields of a CommitResult; WeightsCorrupt with the old version serving.
+
+        The way there takes as long as an update may at the most; the way back has a limit of its
+        own, and so has each fresh server (`ServerSpec.longest_update_s`).
+        """
         watch = Stopwatch(asked_at_s)
+        limit = self._limit(f"version {manifest.policy_version} to be loaded and proven")
         candidate = await self._prepare(manifest, staged)
         watch.lap("load_s")
         try:
-            async with self.engine.quiet(hand_over=commit.pause_mode == "abort"):
+            is_abort, limit_s = commit.pause_mode == "abort", limit.left_s()
+            async with self.engine.quiet(hand_over=is_abort, limit_s=limit_s):
                 watch.lap("pause_s")
-                proven = await self._replace(candidate, commit, watch)
+                proven = await self._replace(candidate, commit, watch, limit)
                 self._serve(proven)
         except BaseException:
             shutil.rmtree(candidate.folder, ignore_errors=True)
@@ -106,6 +113,8 @@ class Versions:
         finally:
             if self._is_whole:
                 self.engine.open_gate()
+            else:
+                self.engine.shut_gate()
         watch.lap("resume_s")
         seconds = watch.seconds
         # The server loads and is probed while nothing is sampled.
@@ -127,10 +136,12 @@ class Versions:
         await self.engine.close_gate()
         await self._server.start(self.good.folder if self.good else self._folder / FIRST)
         if self.good is not None:
-            if not self._server.is_ours:  # whoever brought it back did not know this version
-                await self._load(self.good.folder, Disk())
-            await self._prove_same(self.good)
-            await self._label(self.good)
+            limit = self._limit(f"version {self.good.policy_version} to serve again")
+            async with limit.kept():
+                if not self._server.is_ours:  # whoever brought it back did not know this version
+                    await self._load(self.good.folder, Disk(), limit)
+                await self._prove_same(self.good, limit)
+                await self._label(self.good)
         self._is_whole = True
         self.engine.open_gate()
 
@@ -146,6 +157,9 @@ class Versions:
             log.warning("sglang_label_unread", error=str(err))
             return False
         return found == str(self.good.policy_version)
+
+    def _limit(self, what: str) -> Limit:
+        return Limit.of(what, self._spec.update_deadline_s)
 
     async def _label(self, version: Good) -> None:
         """Name what was proven; ServerRefused when the name is not taken."""
@@ -168,14 +182,18 @@ class Versions:
         )
         return Good(manifest.policy_version, folder, checksum, tables_of(canonical))
 
-    async def _replace(self, candidate: Good, commit: CommitUpdate, watch: Stopwatch) -> Good:
+    async def _replace(
+        self, candidate: Good, commit: CommitUpdate, watch: Stopwatch, limit: Limit
+    ) -> Good:
         """The candidate, proven on the server; the old version is back there if this raises."""
+        before: _Before | None = None
         try:
-            before = await self._scores_before(candidate, commit.probe)
-            await self._load(candidate.folder, self.transport)
-            watch.lap("restore_s")
             try:
-                proven = await self._check(candidate, commit.probe, before)
+                async with limit.kept():
+                    before = await self._scores_before(candidate, commit.probe, limit)
+                    await self._load(candidate.folder, self.transport, limit)
+                    watch.lap("restore_s")
+                    proven = await self._check(candidate, commit.probe, before, limit)
             except WeightsCorrupt as err:
                 proven = await self._heal(candidate, commit.probe, before, err)
             await self._label(proven)
@@ -188,44 +206,48 @@ class Versions:
         watch.lap("probe_s")
         return proven
 
-    async def _scores_before(self, candidate: Good, probe: Probe | None) -> "_Before | None":
+    async def _scores_before(
+        self, candidate: Good, probe: Probe | None, limit: Limit
+    ) -> "_Before | None":
         """What the version that is to be replaced says to the probe, where the two differ."""
         sequences = [] if probe is None else [one.token_ids for one in probe.sequences]
         if not sequences or self.good is None or self.good.checksum == candidate.checksum:
             return None
         client = self._server.client
         await client.go_on()  # paused, it would score nothing; the gate lets nobody else in
-        scores = await self._scores(sequences)
+        scores = await self._scores(sequences, limit)
         page_size = int((await client.info()).get("page_size") or 1)
-        limit = self.engine.spec.context_length
-        witness = witness_of(sequences, page_size=page_size, most=limit)
-        await cache_witness(client, witness)
+        most = self.engine.spec.context_length
+        witness = witness_of(sequences, page_size=page_size, most=most)
+        await cache_witness(client, witness, timeout_s=limit.left_s())
         await client.pause("abort")
         return _Before(scores, witness)
 
-    async def _check(self, candidate: Good, probe: Probe | None, before: "_Before | None") -> Good:
+    async def _check(
+        self, candidate: Good, probe: Probe | None, before: "_Before | None", limit: Limit
+    ) -> Good:
         """The candidate with its proof; WeightsCorrupt when the server kept what is old."""
         if before is None:
-            return await self._prove(candidate, probe)
-        vocab_size = self.engine.spec.arch.vocab_size
-        await check_forgotten(self._server.client, before.witness, vocab_size=vocab_size)
-        proven = await self._prove(candidate, probe)
+            return await self._prove(candidate, probe, limit)
+        client, vocab_size = self._server.client, self.engine.spec.arch.vocab_size
+        left_s = limit.left_s()
+        await check_forgotten(client, before.witness, vocab_size=vocab_size, timeout_s=left_s)
+        proven = await self._prove(candidate, probe, limit)
         _check_moved(before.scores, proven.proven)
         return proven
 
-    async def _load(self, folder: Path, transport: Transport) -> None:
-        client, limit_s = self._server.client, self._spec.update_deadline_s
-        is_disk = isinstance(transport, Disk)
-        async with loading(client, self._dialect, is_disk=is_disk, timeout_s=limit_s):
-            await transport.send(client, folder, timeout_s=limit_s)
+    async def _load(self, folder: Path, transport: Transport, limit: Limit) -> None:
+        client, is_disk = self._server.client, isinstance(transport, Disk)
+        async with loading(client, self._dialect, is_disk=is_disk, timeout_s=limit.left_s()):
+            await transport.send(client, folder, timeout_s=limit.left_s())
         await client.flush()
         await client.go_on()
 
-    async def _prove(self, version: Good, probe: Probe | None) -> Good:
+    async def _prove(self, version: Good, probe: Probe | None, limit: Limit) -> Good:
         """Score the probe through the server; WeightsCorrupt beyond its bound."""
         if probe is None or not probe.sequences:
             return version
-        scores = await self._scores([one.token_ids for one in probe.sequences])
+        scores = await self._scores([one.token_ids for one in probe.sequences], limit)
         proven = prove(version.policy_version, probe, scores, anchor=self._anchor)
         return replace(version, proven=proven)
 
@@ -245,7 +267,9 @@ class Versions:
         log.warning("sglang_state_stale", remedy="restart", error=str(err))
         try:
             await self._server.restart(candidate.folder)
-            return await self._prove(candidate, probe)
+            limit = self._limit(f"a fresh server of version {candidate.policy_version} to prove it")
+            async with limit.kept():
+                return await self._prove(candidate, probe, limit)
         except _FAILURES as again:
             await self._go_back(str(again))
             raise WeightsCorrupt(f"a fresh server, too: {again}") from err
@@ -254,12 +278,14 @@ class Versions:
         self, candidate: Good, probe: Probe | None, before: "_Before | None", err: WeightsCorrupt
     ) -> Good | None:
         """The candidate, proven once the server derived its copies anew; None if it is not."""
-        client, limit_s = self._server.client, self._spec.update_deadline_s
+        client = self._server.client
+        limit = self._limit(f"copies of version {candidate.policy_version} to be derived anew")
         try:
-            if not await rebuild(client, self._dialect, timeout_s=limit_s):
-                return None
-            await client.flush()
-            proven = await self._check(candidate, probe, before)
+            async with limit.kept():
+                if not await rebuild(client, self._dialect, timeout_s=limit.left_s()):
+                    return None
+                await client.flush()
+                proven = await self._check(candidate, probe, before, limit)
         except _FAILURES as again:
             log.info("sglang_rebuild_in_vain", error=str(again))
             return None
@@ -273,34 +299,41 @@ class Versions:
         if good is None:
             return
         self._is_whole = False  # until it is proven to be
+        limit = self._limit(f"version {good.policy_version} to be loaded back")
         try:
-            await self._load(good.folder, Disk())
-            await self._prove_same(good)
+            async with limit.kept():
+                await self._load(good.folder, Disk(), limit)
+                await self._prove_same(good, limit)
         except _FAILURES as err:
             log.warning("sglang_restarted", reason=str(err))
             self.restarts += 1
             await self._server.restart(good.folder)
-            await self._prove_same(good)
+            limit = self._limit(f"a fresh server of version {good.policy_version} to prove it")
+            async with limit.kept():
+                await self._prove_same(good, limit)
         await self._label(good)
         self._is_whole = True
 
-    async def _prove_same(self, good: Good) -> None:
+    async def _prove_same(self, good: Good, limit: Limit) -> None:
         """WeightsCorrupt unless the server scores as it did when this version was proven."""
         if good.proven is None:
             return
-        found = await self._scores([one.token_ids for one in good.proven.probe.sequences])
+        sequences = [one.token_ids for one in good.proven.probe.sequences]
+        found = await self._scores(sequences, limit)
         delta = float(np.abs(np.concatenate(found) - np.concatenate(good.proven.scores)).mean())
         if not delta <= SAME_SCORES:
             raise WeightsCorrupt(
                 f"version {good.policy_version} came back with mean |delta log p| {delta:.3g}"
             )
 
-    async def _scores(self, sequences: list[list[int]]) -> list[np.ndarray]:
+    async def _scores(self, sequences: list[list[int]], limit: Limit) -> list[np.ndarray]:
         """One by one: how a GPU server rounds depends on what it computes in one batch."""
-        return [(await self.engine.score_now([one]))[0] for one in sequences]
+        score = self.engine.score_now
+        return [(await score([one], timeout_s=limit.left_s()))[0] for one in sequences]
 
     def _serve(self, proven: Good) -> None:
         before, self.good = self.good, proven
+        self._is_whole = True  # also when the way back had failed before
         self._anchor = next_anchor(self._anchor, proven.proven)
         self.engine.policy_version = proven.policy_version
         self.engine.tables = proven.tables

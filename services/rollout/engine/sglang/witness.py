@@ -14,8 +14,6 @@ from services.rollout.engine.sglang.client import SGLangClient
 from services.rollout.engine.sglang.generation import SAME_SCORES, score_body, scores_of
 from shared.errors import WeightsCorrupt
 
-_CALL_S = 600.0
-
 
 class PrefixKept(WeightsCorrupt):
     """The server samples on top of what older weights have computed."""
@@ -31,18 +29,20 @@ def witness_of(sequences: Sequence[list[int]], *, page_size: int, most: int) -> 
     return (tokens * (wanted // len(tokens) + 1))[:wanted]
 
 
-async def cache_witness(client: SGLangClient, tokens: list[int]) -> None:
+async def cache_witness(client: SGLangClient, tokens: list[int], *, timeout_s: float) -> None:
     """Have the server compute the witness, and so keep its prefix."""
-    await client.score(score_body([tokens], call_id="witness"), timeout_s=_CALL_S)
+    await client.score(score_body([tokens], call_id="witness"), timeout_s=timeout_s)
 
 
-async def check_forgotten(client: SGLangClient, tokens: list[int], *, vocab_size: int) -> None:
+async def check_forgotten(
+    client: SGLangClient, tokens: list[int], *, vocab_size: int, timeout_s: float
+) -> None:
     """`PrefixKept` when any server behind `client` scores the end on top of an old beginning."""
     start = len(tokens) - 1 - len(tokens) // 4
     body = score_body([tokens], call_id="witness-end", start=start)
-    ends = await client.generate_by_each(body, timeout_s=_CALL_S)
+    ends = await client.generate_by_each(body, timeout_s=timeout_s)
     body = score_body([tokens], call_id="witness-anew")
-    anew = await client.generate_by_each(body, timeout_s=_CALL_S)
+    anew = await client.generate_by_each(body, timeout_s=timeout_s)
     for (end,), (whole,) in zip(ends, anew, strict=True):
         if num := int(end["meta_info"].get("cached_tokens") or 0):
             raise PrefixKept(
