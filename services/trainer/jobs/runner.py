@@ -4,7 +4,8 @@ next job ─> Conductor.run ─┬─ returns ──────────> fi
                            ├─ JobPaused ────────> paused      (wish, bound, nothing to train on)
                            ├─ wish to cancel ───> cancelled
                            ├─ an error of ours ─> failed
-                           └─ stop, or a crash ─> stays running: the next process takes it up
+                           ├─ stop ────────────> stays running: the next process takes it up
+                           └─ a crash ─────────> the same, MAX_ATTEMPTS times without a step
 """
 
 import asyncio
@@ -40,7 +41,7 @@ from shared.telemetry import bind_process
 log = structlog.get_logger()
 JOB_FILE = "job.json"
 CLOSE_S = 5.0  # what a cancelled conductor may need beyond its loops' goodbye
-MAX_ATTEMPTS = 4  # times that the process may die in a row without the job making a step
+MAX_ATTEMPTS = 4  # times that the process may die, unasked, without a step of the job between
 BeginRanks = Callable[[StoredJob, Path], StartRanks]
 
 
@@ -100,8 +101,8 @@ class JobRunner:
     async def _attempt(self, job: StoredJob, stop: asyncio.Event) -> None:
         log.info("job_begins", job_id=job.job_id, attempt=job.attempts)
         if job.attempts > MAX_ATTEMPTS:
-            error = f"the trainer died {MAX_ATTEMPTS} times in a row without making a step"
-            await self._fail(job, error)
+            deaths = f"the trainer died {MAX_ATTEMPTS} times in a row"
+            await self._fail(job, f"{deaths}, and the job made no step between")
             return
         try:
             parts = await self._open(job)
@@ -188,7 +189,7 @@ class JobRunner:
         stop: asyncio.Event,
     ) -> Wish | None:
         """Wait for the job, a stop, or a wish; a pause is passed on, a cancel is answered."""
-        step = conductor.parts.progress.step
+        step = conductor.parts.books.last_step()  # of earlier processes: no progress of this one
         while not running.done() and not stop.is_set():
             wish = self._store.get(job.job_id).wish
             if wish == "cancel":
@@ -202,6 +203,8 @@ class JobRunner:
                 self._store.note_progress(job.job_id)
             self._wake.clear()
             await first_of(stop, self._wake, running, timeout_s=1.0)
+        if stop.is_set():  # now: whoever asked may kill us before the conductor has said goodbye
+            self._store.give_back(job.job_id)
         return None
 
     async def tell_cancelled(self, job_id: str) -> None:

@@ -61,7 +61,7 @@ class StoredJob:
     created_at_s: float
     error: str | None
     wish: Wish | None
-    attempts: int  # times that it was taken up since it last made a step
+    attempts: int  # times that it was taken up since its last step, but for those stopped in order
 
 
 class JobStore:
@@ -145,6 +145,12 @@ class JobStore:
     def note_progress(self, job_id: str) -> None:
         """The job made a step: earlier deaths of the process are forgiven."""
         self._db.execute("UPDATE jobs SET attempts = 1 WHERE job_id = ?", (job_id,))
+
+    def give_back(self, job_id: str) -> None:
+        """The process was asked to stop while it ran the job, which is no death."""
+        self._db.execute(
+            "UPDATE jobs SET attempts = MAX(attempts - 1, 0) WHERE job_id = ?", (job_id,)
+        )
 
     def end(self, job_id: str, state: JobState, error: str | None = None) -> None:
         """A pause that a wish to cancel has overtaken is none."""

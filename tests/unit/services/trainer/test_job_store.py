@@ -157,3 +157,12 @@ def test_deaths_without_a_step_are_counted(store: JobStore) -> None:
     assert [store.begin(job_id).attempts for _ in range(3)] == [1, 2, 3]
     store.note_progress(job_id)
     assert store.begin(job_id).attempts == 2
+
+
+def test_an_attempt_that_was_stopped_in_order_is_given_back(store: JobStore) -> None:
+    job_id = store.add(make_job())[0].job_id
+    for _ in range(3):
+        assert store.begin(job_id).attempts == 1
+        store.give_back(job_id)
+    store.give_back(job_id)
+    assert store.get(job_id).attempts == 0
