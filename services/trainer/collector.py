@@ -238,8 +238,7 @@ class Collector:
         entry = self._books.group(prompt.group_id)
         if entry is None or entry.state == "skipped":
             raise Rejected(f"{prompt.group_id} was never drawn")
-        drawn = self._source.group(entry.draw, min_policy_version=entry.min_policy_version)
-        assert isinstance(drawn, PromptGroup)
+        drawn = self._source.drawn(entry.draw, min_policy_version=entry.min_policy_version)
         if prompt.draw != entry.draw or prompt.num_samples != drawn.num_samples:
             raise Rejected(f"{prompt.group_id}: draw or number of samples is not what was asked")
         if not np.array_equal(prompt.prompt_token_ids, drawn.prompt_token_ids):

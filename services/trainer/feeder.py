@@ -60,8 +60,7 @@ class Feeder:
         async with self.quiet:
             groups = []
             for entry in lost:
-                group = self._source.group(entry.draw, min_policy_version=entry.min_policy_version)
-                assert isinstance(group, PromptGroup), f"{entry.group_id} was opened, so it fits"
+                group = self._source.drawn(entry.draw, min_policy_version=entry.min_policy_version)
                 self._books.note_fed_again(entry.group_id)
                 log.info("group_fed_again", group_id=entry.group_id, times_fed=entry.times_fed + 1)
                 groups.append(group)

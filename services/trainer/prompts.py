@@ -33,6 +33,10 @@ class NoPromptFits(TandemError):
     """Not one prompt of the data set fits into the context."""
 
 
+class DataChanged(TandemError):
+    """The data set (or the tokenizer) is not the one that the run has drawn from."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSource:
     """The job's prompts in the order of draws."""
@@ -105,6 +109,17 @@ class PromptSource:
             seed=draw_seed(self.job.seed, draw),
             min_policy_version=min_policy_version,
         )
+
+    def drawn(self, draw: int, *, min_policy_version: int) -> PromptGroup:
+        """A group that was opened, exactly as it was asked. Raises `DataChanged` if the prompt of
+        its draw would not be asked any more."""
+        found = self.group(draw, min_policy_version=min_policy_version)
+        if isinstance(found, TooLong):
+            raise DataChanged(
+                f"{group_id(self.job_id, draw)} was asked, and its prompt ({found.source}) has "
+                f"{found.num_tokens} tokens now, {found.limit} fit: data or tokenizer have changed"
+            )
+        return found
 
     def probe_sequences(self, number: int, *, max_tokens: int = 128) -> list[list[int]]:
         """Token ids of the file's first prompts of two tokens or more, cut to `max_tokens`.

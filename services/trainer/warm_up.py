@@ -13,6 +13,7 @@ import numpy as np
 
 from services.trainer.entries import DroppedGroups
 from services.trainer.prompts import NoPromptFits, PromptSource
+from services.trainer.same_data import check_same, digest_of
 from services.trainer.steps import JobPaused, StepTaker
 from services.trainer.stopwatch import Stopwatch
 from shared.data import DataError, draw_order
@@ -83,6 +84,9 @@ async def warm_up(steps: StepTaker, *, source: PromptSource, pause_asked: asynci
         return
     if progress.step < section.steps:
         given = await asyncio.to_thread(load_pairs, expand_path(section.path))
+        texts = ((pair.prompt, pair.response) for pair in given)
+        found = f"{len(given)} pairs, xxh3 {digest_of(texts)}"
+        check_same(steps.parts.books, f"warm_up.path {section.path}", found)
         pairs, skipped = await asyncio.to_thread(fitting_pairs, given, source)
         if skipped:
             steps.parts.record.note(steps.parts.events("pairs_skipped", **skipped))

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.trainer import feeder
-from services.trainer.prompts import NoPromptFits
+from services.trainer.prompts import DataChanged, NoPromptFits
 from services.trainer.steps import JobPaused
 from services.trainer.warm_up import (
     Pair,
@@ -21,7 +23,7 @@ from services.trainer.warm_up import (
     supervised_facts,
 )
 from shared import topology
-from shared.data import DataError
+from shared.data import DataError, Row
 from shared.messages import Outcome, PromptGroup, Score
 from shared.ranked import publish_ranked
 from tests.integration import conductor_world
@@ -246,6 +248,67 @@ async def test_a_resume_at_an_epochs_end_takes_the_remaining_steps(
             assert [step["step"] for step in world.events("step")] == [1, 2, 3, 4]
             drawn.append(world.history)
     assert dict(drawn[0]) == dict(drawn[1])
+
+
+EDITS: list[Callable[[list[Row]], list[Row]]] = [
+    lambda rows: [*rows, replace(rows[0], index=len(rows))],
+    lambda rows: rows[:-1],
+    lambda rows: [replace(rows[0], gold="1"), *rows[1:]],
+    lambda rows: [replace(rows[0], prompt="x" * 60), *rows[1:]],
+    lambda rows: list(reversed(rows)),
+]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=["more", "fewer", "gold", "too long", "order"])
+async def test_data_that_was_edited_while_the_job_was_paused_is_refused(
+    redis: Redis, tmp_path: Path, edit: Callable[[list[Row]], list[Row]]
+) -> None:
+    """Draws are row numbers: other rows would be drawn twice or never. The old ones go on."""
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        first = world.conductor()
+        first._on_point = lambda now: now == "committed" and first.pause_asked.set()
+        with pytest.raises(JobPaused):
+            await asyncio.wait_for(first.run(), 20)
+        await first.close("paused")
+        source, rows = world.source, edit(list(world.source.rows))
+        world.source = replace(source, rows=rows)
+        again = world.conductor()
+        begun = (
+            r"data\.path /nowhere/rows\.jsonl is not what this run began with: 10 rows, xxh3 \w+"
+        )
+        with pytest.raises(DataChanged, match=f"{begun} then, {len(rows)} rows, xxh3 .* now"):
+            await asyncio.wait_for(again.run(), 20)
+        await again.close("failed")
+        world.source = source
+        await run_to_end(world)
+        check_books(world).close()
+
+
+async def test_pairs_that_were_edited_between_two_supervised_steps_are_refused(
+    redis: Redis, tmp_path: Path
+) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "say 1", "response": "1"}\n')
+    job = make_job(steps=4, warm_up={"path": str(pairs), "steps": 2, "pairs_per_step": 1})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        first = world.conductor()
+        train = first.parts.keeper.train
+
+        async def train_and_pause(step: int) -> dict[str, Any]:
+            first.pause_asked.set()
+            return await train(step)
+
+        first.parts.keeper.train = train_and_pause  # type: ignore[method-assign]
+        with pytest.raises(JobPaused):
+            await asyncio.wait_for(first.run(), 20)
+        await first.close("paused")
+        assert [step for step, _ in world.history] == [1]
+        pairs.write_text('{"prompt": "say 1", "response": "2"}\n')
+        again = world.conductor()
+        with pytest.raises(DataChanged, match=r"warm_up\.path .*: 1 pairs, xxh3 .* then, 1 pairs"):
+            await asyncio.wait_for(again.run(), 20)
+        await again.close("failed")
+        assert [step for step, _ in world.history] == [1]
 
 
 async def test_a_resume_after_the_last_step_says_so(redis: Redis, tmp_path: Path) -> None:

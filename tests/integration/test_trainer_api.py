@@ -521,6 +521,28 @@ async def test_job_that_cannot_be_taken_up_again_is_over_for_everybody(
     assert (announced.job_id, announced.state) == (job_id, "finished")
 
 
+async def test_a_job_whose_data_was_edited_meanwhile_goes_on_with_the_old(
+    config: TrainerConfig, redis: Redis, tmp_path: Path
+) -> None:
+    rows, more = tmp_path / "rows.jsonl", '{"problem": "9+1=", "answer": "10"}\n'
+    async with running(config, tmp_path) as trainer:
+        job_id = await trainer.submit()
+        await until_key(redis, topology.weights_current(job_id))
+    old = rows.read_text()
+    rows.write_text(old + more)
+    async with running(config, tmp_path) as trainer:
+        status = await trainer.until_state(job_id, "failed")
+        for part in (f"data.path {rows}", ": 8 rows, xxh3 ", " then, 9 rows, xxh3 "):
+            assert part in status["error"]
+        rows.write_text(old.replace(": ", ":  "))  # as JSON the same
+        await trainer.http.post(f"/v1/jobs/{job_id}/resume")
+        await trainer.until_state(job_id, "running")
+        runner = trainer.app.state.runner
+        async with asyncio.timeout(10):
+            while (active := runner.active) is None or active.parts.publisher.current is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
 async def test_the_broker_forgets_a_job_that_is_cancelled_while_it_waits_to_go_on(
     trainer: Trainer, redis: Redis
 ) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from services.trainer.prompts import PromptSource, TooLong, draw_seed
+from services.trainer.prompts import DataChanged, PromptSource, TooLong, draw_seed
 from shared.chat import EncodedPrompt
 from shared.data import Row
 from shared.job import Job
@@ -46,6 +46,13 @@ def test_group_is_a_function_of_job_and_draw() -> None:
         assert isinstance(group, PromptGroup)
         assert group.pack() == other.group(draw, min_policy_version=2).pack()
         assert group.group_id == f"j-0000.g{draw:06d}"
+
+
+def test_a_drawn_prompt_that_does_not_fit_any_more_is_told_by_row() -> None:
+    assert source(["ab"]).drawn(0, min_policy_version=2).draw == 0
+    message = r"j-0000\.g000000 was asked, .*\(f, line 1\) has 13 tokens now, 12 fit: data or token"
+    with pytest.raises(DataChanged, match=message):
+        source(["a" * 13]).drawn(0, min_policy_version=2)
 
 
 def test_every_epoch_asks_every_prompt_once_in_another_order() -> None:
