@@ -210,7 +210,7 @@ async def cancel(state: State, job_id: str) -> JobStatus:
 
 @router.post("/jobs/{job_id}/pause", responses=CONFLICT)
 async def pause(state: State, job_id: str) -> JobStatus:
-    """The step in progress is finished first."""
+    """The step in progress is finished first; ranks that start, load or replay are stopped."""
     return await _asked(state, job_id, "pause")
 
 

@@ -22,10 +22,11 @@ from services.trainer.collector import StepStarved
 from services.trainer.events import follow_events
 from services.trainer.held_policy import VERSION_NOTE
 from services.trainer.load import step_load
+from services.trainer.pausing import JobPaused
 from services.trainer.publisher import NoServerLeft, VersionRefused
 from services.trainer.run_environment import keep_environment
 from services.trainer.same_data import check_rows
-from services.trainer.steps import EndState, JobPaused, StepTaker
+from services.trainer.steps import EndState, StepTaker
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.warm_up import warm_up
 from shared.errors import DeadlineExceeded
@@ -42,7 +43,7 @@ class Conductor:
 
     def __init__(self, parts: Parts, *, on_point: Callable[[str], None] = lambda _: None) -> None:
         self.parts = parts
-        self.pause_asked = asyncio.Event()
+        self.pause_asked = parts.keeper.pause_asked  # where ranks come up it is obeyed, too
         self._nobody_serves = asyncio.Event()
         self._why_nobody_serves = ""
         self._on_point = on_point
@@ -201,7 +202,8 @@ class Conductor:
             await end(task)
 
     def _obey_pause(self) -> None:
-        """Only where the ranks hold the newest step of the books, and its result is kept."""
+        """Only where the ranks hold the newest step of the books, and its result is kept: the
+        checkpoint of a pause has both. While there are no such ranks their keeper obeys."""
         if self._nobody_serves.is_set():
             raise JobPaused(self._why_nobody_serves)
         if self.pause_asked.is_set():

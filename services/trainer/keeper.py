@@ -23,10 +23,12 @@ from services.trainer.checkpoint_folder import (
     settle,
 )
 from services.trainer.events import EventLog, EventMaker
+from services.trainer.pausing import JobPaused
 from services.trainer.ranks import RankSet, RanksLost, RanksStalled
 from shared.errors import LeftHalfway, Rejected, RemoteError, TandemError, WeightsCorrupt
 from shared.messages import TrainingSample
 from shared.parity.trace import TraceRounding
+from shared.tasks import end, first_of, to_the_end
 from shared.telemetry import counter
 from shared.weights.protocol import GroupTransfer
 
@@ -34,6 +36,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 StartRanks = Callable[[], Awaitable[RankSet]]
 MAX_RESTARTS_IN_A_ROW = 3
+STOP_S = 30.0  # that ranks may take to be gone while they come up
 
 
 class StepRefused(TandemError):
@@ -45,6 +48,16 @@ class StepRefused(TandemError):
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"step {step} was refused: {reason}")
         self.step = step
+
+
+class LeftForPause(JobPaused, RanksLost):
+    """A pause was asked for while there were no ranks in the right state: it is obeyed at once.
+
+    For the job it is a pause; for whoever asks the ranks beside it they are gone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("paused on request", on_request=True)
 
 
 class RankKeeper:
@@ -76,6 +89,7 @@ class RankKeeper:
         self._is_closed = False
         self._restarts = 0
         self._turn = asyncio.Lock()
+        self.pause_asked = asyncio.Event()  # the job's: obeyed here as long as ranks come up
         self.owners: list[str] = []  # where ranks serve their parts of versions
         self.replayed: dict[int, dict[str, Any]] = {}  # what a replay answered, by step
         self.logprobs = b""  # FP32 of all response tokens of the step that `train` took, before it
@@ -213,9 +227,11 @@ class RankKeeper:
                 if self._held is None:
                     await self._drop_ranks()
                 if self._ranks is None:
-                    await self._start_and_replay()
+                    await self._bring_up()
                 assert self._ranks is not None
                 answer = await ask(self._ranks)
+            except LeftForPause:
+                raise
             except RanksLost as err:
                 await self._drop_ranks()
                 self._restarts += 1
@@ -258,6 +274,18 @@ class RankKeeper:
         if ranks is not None:
             await ranks.stop()
 
+    async def _bring_up(self) -> None:
+        """New ranks, unless a pause is asked for before they are in the right state: those that
+        were begun are stopped, and what they had replayed is replayed when the job goes on."""
+        coming = asyncio.create_task(self._start_and_replay(), name="ranks come up")
+        try:
+            await first_of(coming, self.pause_asked)
+            if not coming.done():
+                raise LeftForPause
+            coming.result()
+        finally:
+            await to_the_end(end(coming, within_s=STOP_S))
+
     async def _start_and_replay(self) -> None:
         """New ranks are ours only once they are in the right state."""
         self._unfinished = None
@@ -278,7 +306,7 @@ class RankKeeper:
             finally:
                 if self._ranks is not ranks:
                     self._held = None
-                    await ranks.stop()
+                    await to_the_end(ranks.stop())
 
     async def _loads(self, ranks: RankSet, path: Path, step: int) -> bool:
         reference = None

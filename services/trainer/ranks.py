@@ -37,7 +37,7 @@ from shared.errors import ChannelClosed, DeadlineExceeded, TandemError
 from shared.job import Job
 from shared.parity.trace import TraceRounding
 from shared.process import die_with_parent, kill_marked, prepare_to_fork
-from shared.tasks import end
+from shared.tasks import end, to_the_end
 from shared.weights.protocol import GroupTransfer
 
 log = structlog.get_logger()
@@ -151,7 +151,7 @@ class Ranks:
                 stall_s=job.actor.watchdog.stall_s,
             )
             process = await _spawn(launch, listener.address, listen)
-            stack.push_async_callback(process.wait)
+            stack.push_async_callback(_gone, process)
             stack.callback(kill_marked, MARK, mark)  # runs first
             ranks = cls(stack, process, run_dir / LOG_FILE, watch, board)
             ranks._deadlines = deadlines
@@ -299,6 +299,15 @@ class Ranks:
 
     def _tail(self) -> str:
         return tail(self._log_path)
+
+
+async def _gone(process: asyncio.subprocess.Process) -> None:
+    """Wait for a killed process, though this task is cancelled meanwhile, and again."""
+
+    async def wait() -> None:
+        await process.wait()
+
+    await to_the_end(wait())
 
 
 def tail(log_path: Path) -> str:

@@ -14,8 +14,9 @@ from services.trainer.admission import Admission
 from services.trainer.assembly import Parts
 from services.trainer.batches import KeptGroup, Unusable, dropped_facts, judge
 from services.trainer.entries import Draw
+from services.trainer.pausing import JobPaused
 from services.trainer.recording import RecordedStep, Recording, RecordingUnreadable
-from services.trainer.steps import EndState, JobPaused, StepTaker
+from services.trainer.steps import EndState, StepTaker
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.warm_up import warm_up
 from shared.job import expand_path
@@ -27,7 +28,7 @@ class Replayer:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.pause_asked = asyncio.Event()
+        self.pause_asked = parts.keeper.pause_asked  # where ranks come up it is obeyed, too
         self._steps = StepTaker(parts)
         self._admission = Admission.of(parts.job)
         self.policy = self._steps.policy

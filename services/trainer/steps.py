@@ -16,6 +16,7 @@ from services.trainer.batches import KeptGroup, batch_facts, build_batch
 from services.trainer.entries import DroppedGroups
 from services.trainer.held_policy import HeldPolicy, version_of
 from services.trainer.keeper import StepRefused
+from services.trainer.pausing import JobPaused
 from services.trainer.recording import RecordedStep
 from services.trainer.shown_samples import shown_samples
 from services.trainer.stopwatch import Stopwatch
@@ -26,17 +27,6 @@ from shared.telemetry import gauge, histogram
 
 log = structlog.get_logger()
 EndState = Literal["finished", "failed", "cancelled", "paused"]
-
-
-class JobPaused(TandemError):
-    """The job stops here and can be resumed; the text says why.
-
-    `on_request` says that a wish to pause was obeyed, which may be taken back before the end.
-    """
-
-    def __init__(self, why: str, *, on_request: bool = False) -> None:
-        super().__init__(why)
-        self.on_request = on_request
 
 
 class StepTaker:

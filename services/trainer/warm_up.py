@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from services.trainer.entries import DroppedGroups
+from services.trainer.pausing import JobPaused
 from services.trainer.prompts import NoPromptFits, PromptSource
 from services.trainer.same_data import check_same, digest_of
-from services.trainer.steps import JobPaused, StepTaker
+from services.trainer.steps import StepTaker
 from services.trainer.stopwatch import Stopwatch
 from shared.data import DataError, draw_order
 from shared.data.files import records_of_file

@@ -10,11 +10,11 @@ from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.entries import Group, Step
+from services.trainer.pausing import JobPaused
 from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.prompts import NoPromptFits
 from services.trainer.rollback import NOTE
 from services.trainer.servers import MAX_REFUSALS
-from services.trainer.steps import JobPaused
 from services.trainer.versions import CHANGES_ONLY, VersionStore
 from shared import topology
 from shared.dead_letters import requeue_dead

@@ -13,8 +13,8 @@ import pytest
 from redis.asyncio import Redis
 
 from services.trainer import feeder
+from services.trainer.pausing import JobPaused
 from services.trainer.prompts import DataChanged, NoPromptFits
-from services.trainer.steps import JobPaused
 from services.trainer.warm_up import (
     Pair,
     fitting_pairs,

@@ -10,10 +10,19 @@ from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.conductor import Conductor
-from services.trainer.steps import EndState, JobPaused
+from services.trainer.pausing import JobPaused
+from services.trainer.ranks import RankSet
+from services.trainer.steps import EndState
 from shared import topology
 from shared.tasks import end
-from tests.integration.conductor_world import JOB_ID, World, make_job, run_to_end, running_world
+from tests.integration.conductor_world import (
+    JOB_ID,
+    Crash,
+    World,
+    make_job,
+    run_to_end,
+    running_world,
+)
 from tests.integration.test_conductor import POINTS, check_books, check_streams_empty
 
 
@@ -56,7 +65,7 @@ def act_in(conductor: Conductor, phase: str, act: Callable[[], None]) -> None:
     """Have `act` happen while the conductor is in that phase, for the first time."""
     parts, done = conductor.parts, asyncio.Event()
     holder, name = {
-        "restore": (parts.keeper, "restore"),
+        "ranks' start": (parts.keeper, "_start_ranks"),
         "warm-up": (parts.keeper, "train"),
         "preflight": (parts.preflight, "run"),
         "collecting": (parts.collector, "take"),
@@ -69,7 +78,7 @@ def act_in(conductor: Conductor, phase: str, act: Callable[[], None]) -> None:
         if not done.is_set():
             done.set()
             act()
-            if phase not in ("restore", "warm-up"):  # a job that is left waits for nobody else
+            if phase != "warm-up":  # a job that is left waits for nothing but a step under way
                 await asyncio.sleep(60)
         return await original(*args, **named)
 
@@ -88,7 +97,7 @@ async def left_in(world: World, phase: str, ended: EndState) -> None:
 
 
 @pytest.mark.parametrize("ended", ["paused", "cancelled"])
-@pytest.mark.parametrize("phase", ["restore", "warm-up", "preflight"])
+@pytest.mark.parametrize("phase", ["ranks' start", "warm-up", "preflight"])
 async def test_a_job_is_left_before_its_first_group_and_resumed(
     redis: Redis, tmp_path: Path, phase: str, ended: EndState
 ) -> None:
@@ -102,7 +111,7 @@ async def test_a_job_is_left_before_its_first_group_and_resumed(
         await left_in(world, phase, ended)
         assert (await world.announced()).state == "finished"
         assert await redis.xlen(topology.prompts(JOB_ID)) == 0
-        made = {"restore": 0, "warm-up": 1, "preflight": 2}[phase]
+        made = {"ranks' start": 0, "warm-up": 1, "preflight": 2}[phase]
         assert len(world.history) == (made if ended == "paused" or phase == "preflight" else 0)
         if ended == "paused":
             await run_to_end(world)
@@ -135,3 +144,89 @@ async def test_a_job_is_left_while_it_waits_for_others_and_resumed(
             assert {version for _, version, _ in world.evaluated} == {0, 2, 4}
             check_books(world).close()
             await check_streams_empty(redis)
+
+
+class Hanging:
+    """Has ranks of a conductor hang where they come up, from their `first` start on."""
+
+    def __init__(self, conductor: Conductor, phase: str, *, first: int = 1) -> None:
+        self.reached = asyncio.Event()
+        self.num_begun, self.num_stopped = 0, 0
+        self._phase, self._first = phase, first
+        self._start = conductor.parts.keeper._start_ranks
+        conductor.parts.keeper._start_ranks = self.start
+
+    async def start(self) -> RankSet:
+        self.num_begun += 1
+        if self._phase == "start" and self.num_begun >= self._first:
+            await self.hang()
+        ranks = await self._start()
+        if self._phase != "start":
+            setattr(ranks, {"load": "load", "replay": "train_step"}[self._phase], self.hang)
+        ranks.stop = self.stop  # type: ignore[method-assign]
+        return ranks
+
+    async def hang(self, *_: Any, **__: Any) -> Any:
+        self.reached.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.num_stopped += self._phase == "start"  # there is nothing else to stop yet
+            raise
+
+    async def stop(self) -> None:
+        """Takes a moment, and must not be cut short."""
+        await asyncio.sleep(0.3)
+        self.num_stopped += 1
+
+
+@pytest.mark.parametrize("phase", ["start", "load", "replay"])
+async def test_a_pause_is_obeyed_while_ranks_come_up(
+    redis: Redis, tmp_path: Path, phase: str
+) -> None:
+    """They have a checkpoint of step 2 to load and step 3 to replay, and take for ever."""
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        dying = world.conductor()
+
+        def die(now: str) -> None:
+            if now == "committed" and dying.parts.progress.step == 3:
+                raise Crash(now)
+
+        dying._on_point = die
+        with pytest.raises(Crash):
+            await asyncio.wait_for(dying.run(), 20)
+        await dying.close(None)
+        assert [step for step, _ in world.history] == [1, 2]
+        conductor = world.conductor()
+        hanging = Hanging(conductor, phase)
+        await paused_once_reached(conductor, hanging)
+        assert (hanging.num_begun, hanging.num_stopped) == (1, 1)
+        await run_to_end(world)
+        assert [step for step, _ in world.history] == [1, 2, 3, 4]
+        check_books(world).close()
+        await check_streams_empty(redis)
+
+
+async def test_a_pause_is_obeyed_while_new_ranks_come_up_within_a_step(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """The step's batch is durable: it is trained when the job goes on."""
+    async with running_world(redis, tmp_path / "run", job=make_job()) as world:
+        world.rank_faults += ["train_step:3"]
+        conductor = world.conductor()
+        hanging = Hanging(conductor, "start", first=2)
+        await paused_once_reached(conductor, hanging)
+        assert (hanging.num_begun, hanging.num_stopped) == (2, 2)
+        await run_to_end(world)
+        assert [step["step"] for step in world.events("step")] == [1, 2, 3, 4]
+        check_books(world).close()
+        await check_streams_empty(redis)
+
+
+async def paused_once_reached(conductor: Conductor, hanging: Hanging) -> None:
+    running = asyncio.create_task(conductor.run())
+    await asyncio.wait_for(hanging.reached.wait(), 20)
+    conductor.pause_asked.set()
+    with pytest.raises(JobPaused, match="paused on request"):
+        await asyncio.wait_for(running, 5)
+    await conductor.close("paused")

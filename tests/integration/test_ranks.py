@@ -1,5 +1,6 @@
 """The keeper on real ranks: killed in mid-run, they come back bit-equal from checkpoint and log."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import pytest_asyncio
 from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.entries import Draw
 from services.trainer.events import EventLog, event_maker
-from services.trainer.keeper import RankKeeper, StepRefused
+from services.trainer.keeper import LeftForPause, RankKeeper, StepRefused
 from services.trainer.ranks import RankDeadlines, Ranks, RanksLost
 from services.trainer.run_environment import read_environment
 from services.trainer.versions import VersionStore
@@ -202,6 +203,24 @@ async def test_ranks_that_cannot_start_say_why(tmp_path: Path) -> None:
         for child in psutil.Process().children(recursive=True)
         if "services.trainer.learner" in child.cmdline()
     ]
+
+
+async def test_nothing_is_left_of_ranks_whose_start_a_pause_breaks_off(run: Run) -> None:
+    def started() -> list[psutil.Process]:
+        return [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child.status() != psutil.STATUS_ZOMBIE and "--nnodes" in child.cmdline()
+        ]
+
+    coming = asyncio.create_task(run.keeper.restore())
+    async with asyncio.timeout(20):
+        while not started():  # noqa: ASYNC110  another process's doing
+            await asyncio.sleep(0.02)
+    run.keeper.pause_asked.set()
+    with pytest.raises(LeftForPause):
+        await asyncio.wait_for(coming, 20)
+    assert started() == []
 
 
 @pytest.mark.parametrize("run", [{"pipeline": 2}], indirect=True)

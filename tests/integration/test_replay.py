@@ -11,9 +11,10 @@ from redis.asyncio import Redis
 
 from services.trainer.assembly import assemble
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.pausing import JobPaused
 from services.trainer.recording import RECORDING_FILE, Recording, RecordingUnreadable
 from services.trainer.replayer import Replayer
-from services.trainer.steps import EndState, JobPaused
+from services.trainer.steps import EndState
 from shared.http import HttpClient
 from shared.messages import Outcome, PromptGroup
 from tests.integration.conductor_world import (

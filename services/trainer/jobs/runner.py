@@ -26,11 +26,12 @@ from services.trainer.jobs.reports import Reports
 from services.trainer.jobs.store import JobStore, StoredJob, Wish
 from services.trainer.keeper import StartRanks
 from services.trainer.launch import LaunchBoard
+from services.trainer.pausing import JobPaused
 from services.trainer.prompts import PromptSource
 from services.trainer.ranks import Ranks
 from services.trainer.replayer import Replayer
 from services.trainer.run_environment import write_environment
-from services.trainer.steps import EndState, JobPaused
+from services.trainer.steps import EndState
 from services.trainer.tracking.process import tracking
 from shared.environment import environment_of
 from shared.errors import TandemError
