@@ -110,8 +110,7 @@ def test_the_slow_service_is_the_one_waited_for(seen: Seen) -> None:
     assert seen.result["sentences"][-1] == "Most waited for: reward-0."
     for process in ("rank 0", "trainer"):
         assert next(iter(seen.of(process)["waits_for"])) == "reward-0", process
-    # What an engine takes up next may not be drawn within so short a window.
-    assert seen.of("rollout-0 engine")["waits_for"]["reward-0"] > 0
+    # Not the engine: what it takes up next may not be drawn within so short a window.
     assert seen.of("reward-0")["works"] > 0.5
 
 
