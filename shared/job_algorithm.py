@@ -115,7 +115,7 @@ class AlgorithmSection(Section):
     baseline: Baseline = "group_mean"
     """What is subtracted from a reward."""
     normalise: Normalise = "group_std"
-    """What the rest is divided by. Statistics of the batch are over its response tokens."""
+    """What the rest is divided by. Statistics of the batch are over its tokens that train."""
     aggregation: Aggregation = "sequence_mean"
     """fixed_length divides by samples x sampling.max_response_tokens (Dr.GRPO)."""
     correction: CorrectionSection = CorrectionSection()

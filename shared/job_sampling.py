@@ -22,7 +22,8 @@ class SamplingSection(Section):
     oversampling: float = Field(1.0, ge=1.0, le=8.0)
     """Groups in flight per step beyond those needed; the surplus is dropped and counted."""
     dynamic: bool = True
-    """Drop groups whose scores do not differ and draw others instead."""
+    """Drop groups whose answers are worth the same, whatever parts and the penalty for length add,
+    and draw others instead."""
     max_redraws: float = Field(8.0, ge=1.0)
     """Groups that may arrive for a step, as a multiple of groups_per_step."""
     max_wait_s: float | None = Field(None, gt=0)

@@ -175,12 +175,19 @@ class Score(Message):
     extracted: str = Field("", description="the answer the grader read")
     reason: str = ""
     """How the grader came to it."""
+    unshaped: float | None = None
+    """Before parts and the penalty for length were added; none: nothing was."""
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
-        if fault := score_fault(self.value):
+        if fault := score_fault(self.value) or score_fault(self.correctness):
             raise ValueError(fault)
         return self
+
+    @property
+    def correctness(self) -> float:
+        """What the answer is worth by itself."""
+        return self.value if self.unshaped is None else self.unshaped
 
 
 class Unparseable(Message):
@@ -253,6 +260,13 @@ class TrainingSample(Message):
         return [VersionSpan(policy_version=self.oldest_version, num_tokens=num)]
 
 
+class UntrainedReward(Message):
+    """What a response earned that has no token to train: it counts in its group's baseline."""
+
+    group_id: str
+    reward: float
+
+
 class TrainingBatch(Message):
     """Everything one optimiser step needs; durable in the redo log before the step is taken."""
 
@@ -265,6 +279,7 @@ class TrainingBatch(Message):
     temperature: float = Field(gt=0)
     samples: list[TrainingSample]
     group_ids: list[str]
+    untrained: list[UntrainedReward] = []
     supervised: bool = Field(False, description="responses are examples: their likelihood grows")
 
 

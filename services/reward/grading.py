@@ -143,4 +143,4 @@ def _combined(asked: Asked, own: Outcome, parts: Sequence[Outcome]) -> Outcome:
     reason = ", ".join(reasons)[:MAX_REASON]
     if fault := score_fault(value):
         return GraderError(reason=f"the weighted sum: {fault} ({reason})"[:MAX_REASON])
-    return Score(value=value, extracted=own.extracted, reason=reason)
+    return Score(value=value, extracted=own.extracted, reason=reason, unshaped=own.correctness)

@@ -24,6 +24,7 @@ from shared.messages import (
     ScoredGroup,
     TrainingBatch,
     TrainingSample,
+    UntrainedReward,
 )
 
 RIGHT = 1.0
@@ -74,18 +75,16 @@ def judge(scored: ScoredGroup, *, job: Job, oldest_trainable: int) -> tuple[floa
     if len(graded) < len(scored.outcomes):
         return Unusable(_unscored_reason(scored.outcomes, job.reward.unscored), graded)
     rollouts = scored.group.rollouts
-    all_truncated = all(rollout.finish_reason == "length" for rollout in rollouts)
     if not any(_is_trained(rollout, job) for rollout in rollouts):  # the rest of them is empty
         return Unusable("all_truncated", graded)
-    if job.sampling.dynamic and are_equal(graded):
-        return Unusable("all_truncated" if all_truncated else _no_variance_reason(graded), graded)
+    if job.sampling.dynamic and (reason := _reason_to_redraw(scored, graded, job)):
+        return Unusable(reason, graded)
     return graded
 
 
 def graded_rewards(scored: ScoredGroup, *, job: Job) -> tuple[float, ...]:
     """What those samples earned that have a score."""
-    found = [_reward(one, job.reward.unscored) for one in scored.outcomes]
-    return tuple(reward for reward in found if reward is not None)
+    return tuple(score.value for score in _scores(scored, job))
 
 
 def oldest_version(scored: ScoredGroup) -> int | None:
@@ -99,13 +98,14 @@ def build_batch(
 ) -> TrainingBatch:
     """The batch of step `step`, which trains `policy_version`.
 
-    Empty responses, and truncated ones if the job says so, are left out; they count in baselines.
+    Empty responses, and truncated ones if the job says so, are left out; they count in baselines of
+    groups. What is of the batch is over its usable tokens.
     """
     ordered = sorted(kept, key=lambda group: group.draw)
     found = advantages(
         [reward for group in ordered for reward in group.rewards],
         [group.group_id for group in ordered for _ in group.rewards],
-        [len(one.response_token_ids) for group in ordered for one in group.scored.group.rollouts],
+        [_num_trained(one, job) for group in ordered for one in group.scored.group.rollouts],
         algorithm=job.algorithm,
     )
     ends = np.cumsum([len(group.rewards) for group in ordered])[:-1]
@@ -117,6 +117,12 @@ def build_batch(
         temperature=job.sampling.temperature,
         samples=[sample for part in parts for sample in _samples(*part, job)],
         group_ids=[group.group_id for group in ordered],
+        untrained=[
+            UntrainedReward(group_id=group.group_id, reward=reward)
+            for group in ordered
+            for rollout, reward in zip(group.scored.group.rollouts, group.rewards, strict=True)
+            if not _is_trained(rollout, job)
+        ],
     )
 
 
@@ -200,6 +206,11 @@ def _is_trained(rollout: Rollout, job: Job) -> bool:
     return rollout.oldest_version is not None and not left_out
 
 
+def _num_trained(rollout: Rollout, job: Job) -> int:
+    """Of its tokens, those that train."""
+    return int(are_logprobs(rollout.logprobs).sum()) if _is_trained(rollout, job) else 0
+
+
 def _lags(rollouts: Sequence[Rollout], policy_version: int) -> tuple[list[int], list[int]]:
     """Versions that each span is behind the trained one, and its number of tokens."""
     spans = [span for rollout in rollouts for span in rollout.version_spans]
@@ -221,21 +232,41 @@ def _share(rollouts: Sequence[Rollout], finish_reason: str) -> float:
     return sum(rollout.finish_reason == finish_reason for rollout in rollouts) / len(rollouts)
 
 
-def _reward(outcome: Outcome, unscored: UnscoredSection) -> float | None:
+def _scores(scored: ScoredGroup, job: Job) -> list[Score]:
+    """Of the samples that have one."""
+    found = [_score(outcome, job.reward.unscored) for outcome in scored.outcomes]
+    return [score for score in found if score is not None]
+
+
+def _score(outcome: Outcome, unscored: UnscoredSection) -> Score | None:
     if isinstance(outcome, Score):
-        return outcome.value
-    return 0.0 if getattr(unscored, outcome.kind) == "zero" else None
+        return outcome
+    return Score(value=0.0) if getattr(unscored, outcome.kind) == "zero" else None
 
 
 def _unscored_reason(outcomes: Sequence[Outcome], unscored: UnscoredSection) -> str:
     """The gravest of those that drop the group names it."""
-    kinds = {outcome.kind for outcome in outcomes if _reward(outcome, unscored) is None}
+    kinds = {outcome.kind for outcome in outcomes if _score(outcome, unscored) is None}
     return next(f"unscored_{kind}" for kind in ("error", "timeout", "unparseable") if kind in kinds)
 
 
-def _no_variance_reason(rewards: Sequence[float]) -> str:
-    if min(rewards) >= RIGHT - MIN_REWARD_SPREAD:
+def _reason_to_redraw(scored: ScoredGroup, graded: Sequence[float], job: Job) -> str | None:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11) keeps groups of right and wrong answers.
+
+    What parts and the penalty for length add is no such difference; and where it makes the rewards
+    of different answers equal, there is nothing to learn either.
+    """
+    correctness = [score.correctness for score in _scores(scored, job)]
+    if not (are_equal(correctness) or are_equal(graded)):
+        return None
+    if all(rollout.finish_reason == "length" for rollout in scored.group.rollouts):
+        return "all_truncated"
+    return _no_variance_reason(correctness)
+
+
+def _no_variance_reason(correctness: Sequence[float]) -> str:
+    if min(correctness) >= RIGHT - MIN_REWARD_SPREAD:
         return "no_variance_all_right"
-    if max(rewards) <= MIN_REWARD_SPREAD:
+    if max(correctness) <= MIN_REWARD_SPREAD:
         return "no_variance_all_wrong"
     return "no_variance_same"

@@ -27,7 +27,7 @@ from services.trainer.engine.share import own_share
 from services.trainer.engine.step_metrics import Clock, Progress, token_metrics
 from services.trainer.engine.tokens import (
     ResponseTokens,
-    advantages_less_kl,
+    less_kl,
     response_tokens,
     scored_sequences,
 )
@@ -141,7 +141,7 @@ class Actor:
                 reference = self._score_reference(tokens.sequences, batch.temperature)
         if algorithm.kl_in_reward and old is not None and reference is not None:
             kl = kl_estimate(old, reference, algorithm.kl.estimator)
-            tokens = replace(tokens, advantages=advantages_less_kl(batch, kl, algorithm=algorithm))
+            tokens = less_kl(tokens, kl, batch=batch, algorithm=algorithm)
         record, results = schedule.TokenRecord.empty(num_tokens), []
         for update in range(updates):
             part, places = tokens.part(update, updates)

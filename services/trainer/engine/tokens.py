@@ -4,7 +4,7 @@ What can never become right is refused here, before the actor has been touched.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -84,21 +84,27 @@ def response_tokens(
     )
 
 
-def advantages_less_kl(batch: TrainingBatch, kl: Tensor, *, algorithm: AlgorithmSection) -> Tensor:
-    """FP32 `[R]`: advantages anew, from rewards that each token's `kl` `[R]` is a cost of.
+def less_kl(
+    tokens: ResponseTokens, kl: Tensor, *, batch: TrainingBatch, algorithm: AlgorithmSection
+) -> ResponseTokens:
+    """With advantages anew, from rewards that each token's `kl` `[R]` is a cost of.
 
-    Samples that are left out of the batch do not count in these baselines.
+    Responses that have no token here count in baselines with what they earned, at no cost.
     """
     samples = [sample for sample in batch.samples if len(sample.sampler_logprobs)]
+    earned = [(one.reward, one.group_id) for one in samples]
+    earned += [(one.reward, one.group_id) for one in batch.untrained]
     costs = algorithm.kl.coefficient * kl.double().numpy()
-    ends = np.cumsum([len(sample.sampler_logprobs) for sample in samples])[:-1]
+    lengths = [*tokens.lengths.tolist(), *(0 for _ in batch.untrained)]
+    ends = np.cumsum(lengths)[:-1]
     found = token_advantages(
-        [sample.reward for sample in samples],
-        [sample.group_id for sample in samples],
+        [reward for reward, _ in earned],
+        [group for _, group in earned],
         np.split(costs, ends),
+        usable=np.split(tokens.usable.numpy(), ends),
         algorithm=algorithm,
     )
-    return torch.from_numpy(found).float()
+    return replace(tokens, advantages=torch.from_numpy(found).float())
 
 
 def scored_sequences(items: Sequence[tuple[np.ndarray, int]]) -> list[ScoredSequence]:

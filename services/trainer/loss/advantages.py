@@ -30,7 +30,8 @@ def advantages(
     Baselines: the group's mean (GRPO, arXiv 2402.03300, section 4.1.2), the mean of the group's
     others (RLOO, 2402.14740), the batch's mean (REINFORCE++, 2501.03262), none. Spreads: the
     group's population standard deviation (GRPO), the batch's, none (Dr.GRPO, 2503.20783).
-    Statistics of the batch are over response tokens, of which sample i has `num_tokens[i]`.
+    Statistics of the batch are over the tokens that train, of which sample i has `num_tokens[i]`;
+    those of groups are over all their samples, whether they have one or not.
     """
     values = np.asarray(rewards, np.float64)
     places = _places(groups)
@@ -58,24 +59,28 @@ def token_advantages(
     groups: Sequence[str],
     token_costs: Sequence[Array],
     *,
+    usable: Sequence[npt.NDArray[np.bool_]],
     algorithm: AlgorithmSection,
 ) -> Array:
     """Advantages of all tokens `[R]` when each token has a cost `token_costs[i]` (β · KL) as well.
 
     With a baseline of groups a sample's reward is less the sum of its costs (as a sequence-level
     reward, arXiv 2402.14740); otherwise a token's return is the reward less the costs from it on
-    (REINFORCE++, 2501.03262, eq. 4 and 5).
+    (REINFORCE++, 2501.03262, eq. 4 and 5). Statistics of the batch are over `usable` tokens; a
+    sample without tokens has no cost and counts in its group. So these are the advantages of
+    `advantages` where all costs are 0.
     """
-    lengths = [len(costs) for costs in token_costs]
     if algorithm.uses_groups:
         net = [r - float(costs.sum()) for r, costs in zip(rewards, token_costs, strict=True)]
-        return np.repeat(advantages(net, groups, lengths, algorithm=algorithm), lengths)
+        counts = [int(one.sum()) for one in usable]
+        found = advantages(net, groups, counts, algorithm=algorithm)
+        return np.repeat(found, [len(costs) for costs in token_costs])
     returns = [
         reward - np.cumsum(costs[::-1])[::-1]
         for reward, costs in zip(rewards, token_costs, strict=True)
     ]
     values = np.concatenate(returns) if returns else np.zeros(0)
-    weights = np.ones_like(values)
+    weights = np.concatenate([*usable, np.zeros(0)])
     values = _less_baseline(values, [], weights, algorithm.baseline)
     return _divided(values, weights) if algorithm.normalise == "batch_std" else values
 

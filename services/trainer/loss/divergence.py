@@ -39,9 +39,11 @@ def kl_loss(
 ) -> Tensor:
     """The per-token KL of the loss, with gradient in `new`.
 
-    `unbiased`: k3 times the ratio to the policy that drew the token, through which the gradient
+    `unbiased`: k3 times the token's ratio to the policy that drew it, through which the gradient
     goes, too; value and gradient are then those of the divergence (DeepSeek-V3.2, arXiv 2512.02556,
-    section 3.1). `weights` carries the ratio from `old` on to the sampler.
+    section 3.1, whose old policy is the one that samples). That ratio is new / old, whatever ratio
+    the policy loss has, and from `old` on to the sampler the `weights` of the correction: what it
+    bounds or masks there is bounded or masked here.
     """
     estimate = kl_estimate(new, reference, estimator)
     if estimator == "unbiased":

@@ -82,8 +82,17 @@ async def test_parts_are_added_by_weight(grading: Grading) -> None:
         [asked("1", parts=parts, overlong=overlong, num_tokens=8), asked("0", parts=parts)]
     )
     assert [cast(Score, one).value for one in outcomes] == pytest.approx([1 + 0.2 - 0.25, 0.2])
+    assert [cast(Score, one).correctness for one in outcomes] == [1.0, 0.0]
     assert "0.2 x format 1" in cast(Score, outcomes[0]).reason
     assert "0.5 x overlong -0.5" in cast(Score, outcomes[0]).reason
+
+
+async def test_what_is_not_shaped_is_worth_its_value(grading: Grading) -> None:
+    (outcome,) = await grading.grade([asked("0.5")])
+    assert cast(Score, outcome).unshaped is None
+    assert cast(Score, outcome).correctness == 0.5
+    with pytest.raises(ValidationError, match="nan is not finite"):
+        Score(value=1.0, unshaped=float("nan"))
 
 
 async def test_a_sum_of_what_was_not_scored_is_no_score(grading: Grading) -> None:

@@ -1,3 +1,5 @@
+import msgpack
+import numpy as np
 import pytest
 
 from services.trainer.batches import (
@@ -211,6 +213,71 @@ def test_truncated_responses_may_be_left_out_but_count_in_the_baseline() -> None
     cut_all = scored(RIGHT, WRONG, finish="length")
     verdict = judge(cut_all, job=job, oldest_trainable=0)
     assert verdict == Unusable("all_truncated", (1.0, 0.0))
+
+
+def shaped(*parts: tuple[float, float]) -> list[Score]:
+    """What each answer is worth, and what length or format add to it."""
+    return [Score(value=worth + added, unshaped=worth) for worth, added in parts]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "reason"),
+    [
+        (shaped((0.0, 0.0), (0.0, -0.5)), "no_variance_all_wrong"),
+        (shaped((1.0, 0.0), (1.0, -0.5)), "no_variance_all_right"),
+        (shaped((0.1 + 0.2, 0.1), (0.3, -0.5)), "no_variance_same"),  # float noise apart
+        (shaped((1.0, -1.0), (0.0, 0.0)), "no_variance_same"),  # nothing is left of the difference
+        (shaped((1.0, -0.5), (0.0, 0.0)), None),
+    ],
+)
+def test_groups_are_kept_for_what_is_right_not_for_its_length(
+    outcomes: list[Score], reason: str | None
+) -> None:
+    """DAPO, arXiv 2503.14476, eq. 11, counts equivalent answers; eq. 13 comes after."""
+    rewards = tuple(outcome.value for outcome in outcomes)
+    arrived = ScoredGroup.unpack(scored(*outcomes).pack())
+    found = judge(arrived, job=make_job(), oldest_trainable=0)
+    assert found == (rewards if reason is None else Unusable(reason, rewards))
+    static = make_job(sampling={"dynamic": False})
+    assert judge(arrived, job=static, oldest_trainable=0) == rewards
+
+
+def test_an_unscored_answer_that_earns_nothing_is_a_wrong_one() -> None:
+    job = make_job(reward={"unscored": {"unparseable": "zero"}})
+    group = scored(*shaped((0.0, -0.5)), Unparseable())
+    found = judge(group, job=job, oldest_trainable=0)
+    assert found == Unusable("no_variance_all_wrong", (-0.5, 0.0))
+
+
+def test_messages_of_before_are_read_as_unshaped() -> None:
+    body = msgpack.unpackb(scored(RIGHT, Score(value=0.75)).pack())
+    for outcome in body["outcomes"]:
+        del outcome["unshaped"]
+    found = judge(ScoredGroup.unpack(msgpack.packb(body)), job=make_job(), oldest_trainable=0)
+    assert found == (1.0, 0.75)
+
+
+def test_all_truncated_responses_with_different_rewards_are_trained() -> None:
+    cut = scored(RIGHT, WRONG, finish="length")
+    assert judge(cut, job=make_job(), oldest_trainable=0) == (1.0, 0.0)
+
+
+def test_statistics_of_the_batch_are_over_the_tokens_that_train() -> None:
+    """Rewards 1, 0 of three tokens each; neither a long response that is left out nor a token
+    without a log-probability counts."""
+    job = make_job(
+        algorithm={"name": "reinforce_plus_plus", "truncated": "leave_out"},
+        sampling={"samples_per_prompt": 1, "dynamic": False},
+    )
+    groups = [
+        kept(1.0, draw=0, lengths=(3,)),
+        kept(0.0, draw=1, lengths=(5,)),
+        kept(0.0, draw=2, lengths=(8,), finish="length"),
+    ]
+    (bad,) = groups[1].scored.group.rollouts
+    bad.logprobs[:2] = np.nan
+    batch = build_batch(groups, job=job, job_id="j", step=1, policy_version=3)
+    assert [sample.advantage for sample in batch.samples] == [1.0, -1.0]
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

@@ -87,16 +87,33 @@ def test_packing_is_deterministic() -> None:
         assert np.array_equal(one.places, other.places)
 
 
-def test_ranks_get_equal_work_of_log_normal_lengths() -> None:
-    rng = np.random.default_rng(5)
+def work_of_ranks(seed: int, *, num_ranks: int) -> tuple[list[int], int]:
+    """Padded tokens of each rank, of 256 log-normal lengths, and of the longest sequence."""
+    rng = np.random.default_rng(seed)
     drawn = np.exp(rng.normal(6.0, 1.0, 256)).astype(int).clip(1, 8192)
     lengths = dict(enumerate(drawn.tolist()))
-    shares = share_out(lengths, num_ranks=4)
+    shares = share_out(lengths, num_ranks=num_ranks)
     assert sorted(index for share in shares for index in share) == list(lengths)
-    work = [
-        sum(-(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT for length in s.values()) for s in shares
-    ]
+    padded = [[-(-one // ROW_ALIGNMENT) * ROW_ALIGNMENT for one in s.values()] for s in shares]
+    return [sum(share) for share in padded], max(map(max, padded))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_get_equal_work_of_log_normal_lengths(seed: int) -> None:
+    work, _ = work_of_ranks(seed, num_ranks=4)
     assert max(work) / min(work) < 1.05
+
+
+def test_equal_work_ends_where_one_sequence_is_more_than_a_rank_s_share() -> None:
+    """Sequences are not cut: of eight a rank, the longest may be all that its rank has."""
+    spreads = []
+    for seed in range(10):
+        work, longest = work_of_ranks(seed, num_ranks=32)
+        assert max(work) <= np.mean(work) + longest
+        if longest > np.mean(work):
+            assert max(work) == longest
+        spreads.append(max(work) / min(work) - 1)
+    assert 0.2 < np.mean(spreads) < 0.4
 
 
 def test_ranks_have_equally_many_micro_batches_and_share_all_tokens() -> None:

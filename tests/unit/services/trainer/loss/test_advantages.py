@@ -116,9 +116,17 @@ def test_advantages_equal_their_slow_twin(name: str) -> None:
     np.testing.assert_allclose(found, slow_advantages(rewards, groups, tokens, algorithm))
 
 
+def less_costs(
+    rewards: list[float], groups: list[str], costs: list[np.ndarray], *, algorithm: AlgorithmSection
+) -> np.ndarray:
+    """`token_advantages` of tokens that all train."""
+    usable = [np.ones(len(one), np.bool_) for one in costs]
+    return token_advantages(rewards, groups, costs, usable=usable, algorithm=algorithm)
+
+
 def test_costs_of_tokens_come_off_the_reward_of_the_whole_response() -> None:
     """Net rewards 1 - 0.3 and 0 - 0.1, centred: ±0.4, on every token."""
-    found = token_advantages(
+    found = less_costs(
         [1.0, 0.0],
         ["g", "g"],
         [np.array([0.1, 0.2]), np.array([0.1])],
@@ -129,7 +137,7 @@ def test_costs_of_tokens_come_off_the_reward_of_the_whole_response() -> None:
 
 def test_rloo_with_a_kl_by_hand() -> None:
     """Net rewards 0.7, -0.1, -0.2, each less the mean of the two others: 0.85, -0.35, -0.5."""
-    found = token_advantages(
+    found = less_costs(
         [1.0, 0.0, 0.0],
         ["g"] * 3,
         [np.array([0.1, 0.2]), np.array([0.1]), np.array([0.25, -0.05])],
@@ -140,7 +148,7 @@ def test_rloo_with_a_kl_by_hand() -> None:
 
 def test_returns_to_go_without_a_group() -> None:
     """1 - (0.1 + 0.2), 1 - 0.2, 0 - 0.1 less their mean 1.4 / 3."""
-    found = token_advantages(
+    found = less_costs(
         [1.0, 0.0],
         ["g", "h"],
         [np.array([0.1, 0.2]), np.array([0.1])],
@@ -150,23 +158,31 @@ def test_returns_to_go_without_a_group() -> None:
 
 
 def slow_token_advantages(
-    rewards: list[float], groups: list[str], costs: list[list[float]], algorithm: AlgorithmSection
+    rewards: list[float],
+    groups: list[str],
+    costs: list[list[float]],
+    usable: list[list[bool]],
+    algorithm: AlgorithmSection,
 ) -> list[float]:
     """Token by token: what is left of the reward from it on, then baseline and spread."""
     if algorithm.uses_groups:
         net = [reward - math.fsum(paid) for reward, paid in zip(rewards, costs, strict=True)]
-        lengths = [len(paid) for paid in costs]
-        of_samples = slow_advantages(net, groups, lengths, algorithm)
+        of_samples = slow_advantages(net, groups, [sum(one) for one in usable], algorithm)
         return [value for i, value in enumerate(of_samples) for _ in costs[i]]
+    counts = [one for sample in usable for one in sample]
     returns = []
     for reward, paid in zip(rewards, costs, strict=True):
         returns += [reward - math.fsum(paid[t:]) for t in range(len(paid))]
-    mean = math.fsum(returns) / len(returns) if algorithm.baseline == "batch_mean" else 0.0
-    centred = [value - mean for value in returns]
+
+    def mean(values: list[float]) -> float:
+        return math.fsum(v for v, one in zip(values, counts, strict=True) if one) / sum(counts)
+
+    baseline = mean(returns) if algorithm.baseline == "batch_mean" else 0.0
+    centred = [value - baseline for value in returns]
     if algorithm.normalise != "batch_std":
         return centred
-    middle = math.fsum(centred) / len(centred)
-    spread = math.sqrt(math.fsum((v - middle) ** 2 for v in centred) / len(centred))
+    middle = mean(centred)
+    spread = math.sqrt(mean([(v - middle) ** 2 for v in centred]))
     return [value / spread for value in centred]
 
 
@@ -183,12 +199,16 @@ def slow_token_advantages(
     ],
 )
 def test_token_advantages_with_costs_equal_their_slow_twin(baseline: str, normalise: str) -> None:
+    """Some samples have no token, and some tokens do not train."""
     rng = np.random.default_rng(8)
     groups, rewards = [f"g{i // 4}" for i in range(12)], rng.random(12).tolist()
-    costs = [0.3 * rng.normal(size=int(rng.integers(1, 9))) for _ in rewards]
+    costs = [0.3 * rng.normal(size=int(rng.integers(0, 9))) for _ in rewards]
+    usable = [rng.random(len(one)) < 0.8 for one in costs]
+    assert not all(map(len, costs))
     algorithm = section(baseline, normalise)
-    found = token_advantages(rewards, groups, costs, algorithm=algorithm)
-    expected = slow_token_advantages(rewards, groups, [one.tolist() for one in costs], algorithm)
+    found = token_advantages(rewards, groups, costs, usable=usable, algorithm=algorithm)
+    as_lists = [one.tolist() for one in costs], [one.tolist() for one in usable]
+    expected = slow_token_advantages(rewards, groups, *as_lists, algorithm)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
@@ -198,7 +218,7 @@ def test_without_costs_token_advantages_are_the_samples(name: str) -> None:
     rewards, groups, lengths = [1.0, 0.0, 0.5, 0.0], list("aabb"), [2, 1, 3, 2]
     by_sample = advantages(rewards, groups, lengths, algorithm=algorithm)
     costs = [np.zeros(length) for length in lengths]
-    by_token = token_advantages(rewards, groups, costs, algorithm=algorithm)
+    by_token = less_costs(rewards, groups, costs, algorithm=algorithm)
     np.testing.assert_allclose(by_token, np.repeat(by_sample, lengths))
 
 

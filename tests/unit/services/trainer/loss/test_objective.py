@@ -352,6 +352,25 @@ def test_first_update_is_the_policy_gradient() -> None:
     torch.testing.assert_close(new.grad, expected)
 
 
+def test_unbiased_divergence_of_tokens_that_another_policy_drew() -> None:
+    """Over all outcomes of a small softmax, weighed by the sampler's probabilities: value and
+    gradient of the divergence from the new policy, if the ratio goes on to the sampler."""
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    reference, old, sampler = torch.tensor(
+        [[0.1, 0.4, -0.5], [0.5, -0.3, 0.4], [-0.2, 0.3, 0.6]], dtype=torch.float64
+    ).log_softmax(-1)
+    new = logits.log_softmax(-1)
+    divergence = (new.exp() * (new - reference)).sum()
+    (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    for correction, is_exact in (({"kind": "tis", "high": 9.0}, True), ({"kind": "none"}, False)):
+        algorithm = section(kl={"coefficient": 1.0, "estimator": "unbiased"}, correction=correction)
+        batch = TokenBatch(old, sampler, torch.zeros(3), sampler.exp(), torch.arange(3), reference)
+        loss = policy_loss(new, torch.zeros(3), batch, algorithm).total
+        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert torch.allclose(loss, divergence, rtol=1e-9) is is_exact
+        assert torch.allclose(found, expected, rtol=1e-9) is is_exact
+
+
 @pytest.mark.parametrize("estimator", ["k2", "unbiased"])
 def test_kl_loss_has_the_gradient_of_the_divergence(estimator: str) -> None:
     """Over all outcomes of a small softmax, weighed by their probabilities."""

@@ -1,5 +1,7 @@
 """Agreement with TRL's own GRPO loss on the same inputs: loss and gradient."""
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,29 +15,33 @@ from shared.job_algorithm import AlgorithmSection
 
 ROWS, LENGTH = 6, 9
 NONE = {"correction": {"kind": "none"}}
+GSPO = {
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence",
+    "epsilon_low": 3e-4,
+    "epsilon_high": 4e-4,
+}
+KL = {"loss_type": "grpo", "beta": 0.2}
+UNBIASED = {"kl": {"coefficient": 0.2, "estimator": "unbiased"}}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": (NONE, {"loss_type": "grpo"}),
     "dapo": ({"name": "dapo", **NONE}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     "dr_grpo": ({"name": "dr_grpo", **NONE}, {"loss_type": "dr_grpo"}),
-    "gspo": (
-        {"name": "gspo", **NONE},
-        {
-            "loss_type": "grpo",
-            "importance_sampling_level": "sequence",
-            "epsilon_low": 3e-4,
-            "epsilon_high": 4e-4,
-        },
-    ),
+    "gspo": ({"name": "gspo", **NONE}, GSPO),
+    "gspo_tis": ({"name": "gspo"}, {**GSPO, "tis_cap": 2.0, "of_sequences": True}),
+    "gspo_k3": ({"name": "gspo", "kl": {"coefficient": 0.2}, **NONE}, {**GSPO, "beta": 0.2}),
     "cispo": (
         {"name": "cispo", "clip_high": 0.1, **NONE},
         {"loss_type": "cispo", "epsilon_high": 1.1},
     ),
-    "k3": ({"kl": {"coefficient": 0.2}, **NONE}, {"loss_type": "grpo", "beta": 0.2}),
-    "unbiased": (
-        {"kl": {"coefficient": 0.2, "estimator": "unbiased"}, **NONE},
-        {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": True},
+    "cispo_tis": (
+        {"name": "cispo", "clip_high": 0.1},
+        {"loss_type": "cispo", "epsilon_high": 1.1, "tis_cap": 2.0},
     ),
+    "k3": ({"kl": {"coefficient": 0.2}, **NONE}, KL),
+    "k3_tis": ({"kl": {"coefficient": 0.2}}, {**KL, "tis_cap": 2.0}),
+    "unbiased": ({**UNBIASED, **NONE}, {**KL, "use_bias_correction_kl": True}),
     "tis": ({"name": "dapo", "clip_high": 0.2}, {"loss_type": "dapo", "tis_cap": 2.0}),
     "mis": (
         {"name": "dapo", "clip_high": 0.2, "correction": {"kind": "mis", "low": 0.5}},
@@ -169,19 +175,60 @@ def our_loss(given: dict[str, Tensor], new: Tensor, entropy: Tensor, **fields: A
     return policy_loss(new[mask], entropy[mask], batch, algorithm).total
 
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def loss_and_gradients(given: dict[str, Tensor], compute: Loss) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and what it pulls at of `new` and `entropy`."""
+    new = given["new"].clone().requires_grad_()
+    entropy = given["entropy"].clone().requires_grad_()
+    loss = compute(new, entropy)
+    loss.backward()
+    assert new.grad is not None
+    return loss.detach(), new.grad, torch.zeros(()) if entropy.grad is None else entropy.grad
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_equal_trls(case: str) -> None:
     ours, theirs = CASES[case]
     given = inputs()
-    found = []
-    for compute, fields in ((our_loss, ours), (trl_loss, theirs)):
-        new = given["new"].clone().requires_grad_()
-        entropy = given["entropy"].clone().requires_grad_()
-        loss = compute(given, new, entropy, **fields)
-        loss.backward()
-        found.append((loss.detach(), new.grad, entropy.grad))
-    (our, our_new, our_entropy), (their, their_new, their_entropy) = found
+    our, our_new, our_entropy = loss_and_gradients(given, partial(our_loss, given, **ours))
+    their, their_new, their_entropy = loss_and_gradients(given, partial(trl_loss, given, **theirs))
     torch.testing.assert_close(our, their, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(our_new, their_new, rtol=1e-6, atol=1e-8)
     if case == "entropy":
         torch.testing.assert_close(our_entropy, their_entropy, rtol=1e-6, atol=1e-8)
+
+
+UNBOUNDED = 1e9
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # ours, TRL's, and the policy whose ratio to the new one ours has in the KL of each token
+    "tis": (
+        {**UNBIASED, "correction": {"high": UNBOUNDED}},
+        {"loss_type": "grpo", "tis_cap": UNBOUNDED},
+        "sampler",
+    ),
+    "gspo": ({"name": "gspo", **UNBIASED, **NONE}, GSPO, "old"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_the_unbiased_kl_differs_from_trls_where_trls_ratio_is_not_the_papers(case: str) -> None:
+    """The paper's is the token's, to the policy that drew it. TRL takes the policy loss's: with a
+    correction still to the old policy, with GSPO the whole response's. Ours is what TRL has for the
+    policy loss alone, and for a KL alone where its old policy is the one that drew the tokens."""
+    ours, theirs, drew = DIFFERENCES[case]
+    given = inputs()
+    papers = given | {"old": given[drew], "advantages": torch.zeros(ROWS, dtype=torch.float64)}
+    kl = {**KL, "use_bias_correction_kl": True}
+
+    def put_together(new: Tensor, entropy: Tensor) -> Tensor:
+        return trl_loss(given, new, entropy, **theirs) + trl_loss(papers, new, entropy, **kl)
+
+    found = loss_and_gradients(given, partial(our_loss, given, **ours))
+    torch.testing.assert_close(
+        found[:2], loss_and_gradients(given, put_together)[:2], rtol=1e-6, atol=1e-8
+    )
+    trls = loss_and_gradients(given, partial(trl_loss, given, **(kl | theirs)))
+    assert (found[0] - trls[0]).abs() > 1e-4
+    assert (found[1] - trls[1]).abs().max() > 1e-3
