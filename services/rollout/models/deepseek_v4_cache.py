@@ -433,7 +433,9 @@ def _turns(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """complex [positions, 1, rope pairs]: unit turns, computed in double and rounded once."""
+    """complex [positions, 1, rope pairs], as the reference and the trainer have them to the bit: the
+    release multiplies position by frequency in the model's own precision, which is far from exact
+    at late positions. Made on the host, whatever the device."""
     layers = [
         layer
         for layer in range(arch.num_hidden_layers)
@@ -441,7 +443,7 @@ def _turns(
     ]
     if not layers:
         return torch.empty(max_tokens, 1, 0, device=device)
-    frequencies = np.array(arch.rope_frequencies(layers[0]))
-    angles = np.arange(max_tokens)[:, None, None] * frequencies
-    complex_dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
-    return torch.from_numpy(np.exp(1j * angles)).to(device=device, dtype=complex_dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    frequencies = torch.tensor(arch.rope_frequencies(layers[0]), dtype=wide)
+    angles = torch.arange(max_tokens).to(wide).unsqueeze(1) * frequencies
+    return torch.polar(torch.ones_like(angles), angles).unsqueeze(1).to(device)
