@@ -6,13 +6,14 @@ walked some points at a time.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from shared.models.deepseek_v4.architecture import C4_RATIO, Architecture
 from shared.models.deepseek_v4.names import trace_points
+from shared.parity.judge import Margin, RowJudge
 from shared.parity.offline_request import WalkResult
 from shared.parity.trace import (
     MAX_STATE_BYTES,
@@ -27,35 +28,6 @@ from shared.parity.trace import (
 from shared.parity.walk import Walk, walk
 
 Ask = Callable[[TraceRequest], Awaitable[Traced]]
-
-
-@dataclass(frozen=True, slots=True)
-class Margin:
-    """A point departs when more than `row_share` of its rows do by more than `tolerance`, or when
-    more than `choice_share` of them choose otherwise; `finer` as in `walk`."""
-
-    tolerance: float
-    row_share: float
-    choice_share: float
-    finer: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-
-_BF16_FINER = {
-    "hc_attn.post": (1e-4, 0.1),
-    "hc_attn.comb": (1e-4, 0.1),
-    ".indexer.scores": (0.05, 0.2),
-    ".core": (0.05, 0.5),
-    ".merge": (0.05, 0.35),
-}
-MARGINS = {
-    "float32": Margin(1e-4, 0.1, 0.03),
-    "bfloat16": Margin(0.1, 0.3, 0.5, _BF16_FINER),
-}
-"""By the trainer's dtype, within one block that is given equal streams. A sum in another order
-flips a rounded code now and then: up to 5 % of rows in FP32. In BF16 up to 31 % of rows choose
-another entry, which moves 33 % of an attention core's rows by 0.05; 3 % of an indexer's scores and
-18 % of a merge's rows depart by as much. Coefficients before attention are FP32 on equal streams
-there: none departs by 1e-5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +50,7 @@ async def walk_sides(
     """Walk `tokens`, as many as an answer holds; the trainer says which version, unless one is
     given. ValueError for answers that are not of these tokens."""
     ids, version, found = np.array(tokens[: _most_tokens(arch)], np.int32), policy_version, []
+    judge = RowJudge(arch, margin)
     for names in _parts(arch, len(ids)):
         layers = _layers_of(names, arch)
         entering = [stream_name(layer) for layer in range(*layers)]
@@ -101,20 +74,9 @@ async def walk_sides(
         )
         ours = await sampler(asked)
         states = (arrays(_only(ours)), arrays(_only(theirs)))
-        found.append(
-            await asyncio.to_thread(
-                walk,
-                *states,
-                arch,
-                tolerance=margin.tolerance,
-                row_share=margin.row_share,
-                choice_share=margin.choice_share,
-                finer=margin.finer,
-                names=names,
-            )
-        )
+        found.append(await asyncio.to_thread(walk, *states, arch, judge=judge, names=names))
     assert version is not None
-    walked = WalkResult.of(_joined(found), mode="isolated", num_tokens=len(ids))
+    walked = WalkResult.of(_joined(found, margin), mode="isolated", num_tokens=len(ids))
     return LiveWalk(version, walked)
 
 
@@ -173,13 +135,13 @@ def _layers_of(names: Sequence[str], arch: Architecture) -> tuple[int, int]:
     return min(inner), max(inner) + 1
 
 
-def _joined(parts: Sequence[Walk]) -> Walk:
+def _joined(parts: Sequence[Walk], margin: Margin) -> Walk:
     departed = next((part for part in parts if part.first is not None), parts[0])
     return Walk(
         tuple(point for part in parts for point in part.points),
         tuple(name for part in parts for name in part.missing),
-        parts[0].tolerance,
+        margin.tolerance,
         departed.first,
         departed.suspects,
-        parts[0].row_share,
+        margin.row_share,
     )

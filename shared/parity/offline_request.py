@@ -79,6 +79,8 @@ class WalkPoint(_Part):
     """The token that departs most."""
     share: float = 0.0
     """Share of tokens beyond the tolerance."""
+    weight: float | None = 0.0
+    """How much of what may depart does; beyond 1 the point departs."""
 
     @property
     def size(self) -> float:
@@ -115,6 +117,7 @@ class WalkResult(_Part):
                 departure=point.departure if math.isfinite(point.departure) else None,
                 row=point.row,
                 share=point.share,
+                weight=point.weight if math.isfinite(point.weight) else None,
             )
             for point in walk.points
         ]

@@ -7,8 +7,8 @@ those before the departure that nobody compared are suspects, too.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +60,7 @@ _READ_BY = {
     "shared_experts": "ffn",
 }
 """States that the next point does not read; the others are read by the one after them."""
-_SCORES = ".indexer.scores"
+SCORES = ".indexer.scores"
 _TWO_DIMS = (".comb", ".merge", ".attn.q", ".attn.core")
 _OUTER = {
     "embed": "embedding",
@@ -75,8 +75,8 @@ class Point:
     """One compared state. `departure` is the largest difference as a share of the largest value;
     where the state is a choice (`attn.indexer`, `router` ids) the share of rows that chose
     differently. `row` is where it is largest: a token, or an entry for a compressor; `share` is the
-    share of rows above the tolerance. It is not `is_whole` where only expert ids could be compared,
-    not their weights.
+    share of rows above the tolerance; `weight` how much of what may depart does, beyond 1 too much.
+    It is not `is_whole` where only expert ids could be compared, not their weights.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Point:
     share: float = 0.0
     is_choice: bool = False
     is_whole: bool = True
+    weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,24 +114,40 @@ class Walk:
         return f"{text}; not compared before it: {', '.join(others)}" if others else text
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One point of both sides, `[rows, width]` each, and by how much its cells and rows depart: as
+    a share of the largest value, without bound where a value is not finite."""
+
+    point: Point
+    mine: NDArray[Any]
+    other: NDArray[Any]
+    by_row: NDArray[np.float64]  # of a choice 1 where the row chose otherwise
+    cells: NDArray[np.float64]
+
+
+class Judge(Protocol):
+    """How much of a point departs by itself, beyond 1 too much; asked in order of computation."""
+
+    def tolerance(self, name: str) -> float: ...
+
+    def weigh(self, found: Compared) -> float: ...
+
+
 def walk(
     ours: States,
     theirs: States,
     arch: Architecture,
     *,
     tolerance: float = TOLERANCE,
-    row_share: float = 0.0,
-    choice_share: float = 0.0,
-    finer: Mapping[str, tuple[float, float]] | None = None,
+    judge: Judge | None = None,
     names: Sequence[str] | None = None,
 ) -> Walk:
     """Compare every point that both sides have; ValueError when their sizes differ.
 
-    A point departs when more than `row_share` of its rows do (`choice_share` where the state is a
-    choice). Between sides that round activations a sum in another order flips a code now and then:
-    a few rows are then no mistake. `finer` has (tolerance, row share) of points by the end of their
-    name, where they are known to agree more closely. `names` are the points to walk, in order of
-    computation; all of them unless told otherwise.
+    A point departs when one of its rows does, or when the `judge` says so, whose tolerances are
+    then used. `names` are the points to walk, in order of computation; all of them unless told
+    otherwise.
     """
     points: list[Point] = []
     missing: list[str] = []
@@ -141,12 +158,11 @@ def walk(
             missing.append(name)
             suspects += [name] if first is None else []
             continue
-        own = next((m for end, m in (finer or {}).items() if name.endswith(end)), None)
-        most, rows = own or (tolerance, row_share)
-        point = _compare(name, ours[name], theirs[name], arch, most)
-        points.append(point)
-        allowed = choice_share if point.is_choice else rows
-        if first is None and point.departure > most and point.share > allowed:
+        most = tolerance if judge is None else judge.tolerance(name)
+        found = _compare(name, ours[name], theirs[name], arch, most)
+        weight = found.point.departure / most if judge is None else judge.weigh(found)
+        points.append(point := replace(found.point, weight=weight))
+        if first is None and weight > 1:
             first, suspects = point, [*suspects, name]
         elif first is None:
             suspects = [s for s in suspects if not _clears(name, s)]
@@ -154,7 +170,7 @@ def walk(
     if not points:
         raise ValueError(f"no common point: {len(ours)} names here, {len(theirs)} there")
     labels = dict.fromkeys(map(label, suspects)) if first is not None else {}
-    return Walk(tuple(points), tuple(missing), tolerance, first, tuple(labels), row_share)
+    return Walk(tuple(points), tuple(missing), tolerance, first, tuple(labels))
 
 
 def label(point: str) -> str:
@@ -189,46 +205,43 @@ def _clears(point: str, suspect: str) -> bool:
     return order.index(part) >= order.index(reader)
 
 
-def _compare(name: str, ours: Any, theirs: Any, arch: Architecture, tolerance: float) -> Point:
+def _compare(name: str, ours: Any, theirs: Any, arch: Architecture, tolerance: float) -> Compared:
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     if ours.size == theirs.size == 0:  # too few tokens for an entry
-        return Point(name, label(name), 0.0, 0)
+        none = np.zeros((0, 1))
+        return Compared(Point(name, label(name), 0.0, 0), none, none, none[:, 0], none)
     mine, other = _common_form(name, ours, theirs, arch)
-    if name.endswith(_SCORES) and mine.shape == other.shape:
-        return _compare_scores(name, mine, other, tolerance)
     if mine.shape != other.shape:
         raise ValueError(f"{name}: {mine.shape} here, {other.shape} there: not the same tokens")
     if mine.dtype == np.bool_:
-        differs = (mine != other).any(-1)
-        departure, row = float(differs.mean()), int(differs.argmax())
-        is_whole = not name.endswith(".router")
-        return Point(name, label(name), departure, row, departure, True, is_whole)
-    by_row = _departures(mine.astype(np.float64), other.astype(np.float64))
-    row = int(by_row.argmax())
-    share = float((by_row > tolerance).mean())
-    return Point(name, label(name), float(by_row[row]), row, share)
+        return _choices(name, mine, other)
+    unlike: NDArray[Any] = np.zeros(len(mine), np.bool_)
+    wide, wide_other = mine.astype(np.float64), other.astype(np.float64)
+    if name.endswith(SCORES):  # -inf where a token does not see the entry
+        unlike = (np.isneginf(mine) != np.isneginf(other)).any(-1)
+        seen = ~(np.isneginf(mine) | np.isneginf(other))
+        wide, wide_other = (np.where(seen, x, 0.0) for x in (wide, wide_other))
+    cells = _departures(wide, wide_other)
+    by_row = np.maximum(cells.max(-1), unlike)
+    row, share = int(by_row.argmax()), float((by_row > tolerance).mean())
+    return Compared(
+        Point(name, label(name), float(by_row[row]), row, share), mine, other, by_row, cells
+    )
 
 
-def _compare_scores(name: str, mine: NDArray[Any], other: NDArray[Any], tolerance: float) -> Point:
-    """What an indexer gives the entries that each token sees, -inf for the others.
-
-    `share` is of single scores: an entry in which one code flipped moves the score of every later
-    token, and is still one entry. Which entries a token sees depends on no rounding: it is the
-    share of tokens that see others, if that is larger.
-    """
-    unlike = (np.isneginf(mine) != np.isneginf(other)).any(-1)
-    seen = ~(np.isneginf(mine) | np.isneginf(other))
-    ours, theirs = (np.where(seen, x, 0.0).astype(np.float64) for x in (mine, other))
-    flat = _departures(ours.reshape(-1, 1), theirs.reshape(-1, 1)).reshape(ours.shape)
-    by_row = np.maximum(flat.max(-1), unlike)
-    row = int(by_row.argmax())
-    share = max(float((flat > tolerance).sum() / max(seen.sum(), 1)), float(unlike.mean()))
-    return Point(name, label(name), float(by_row[row]), row, share)
+def _choices(name: str, mine: NDArray[Any], other: NDArray[Any]) -> Compared:
+    cells = (mine != other).astype(np.float64)
+    by_row = cells.max(-1)
+    share, row = float(by_row.mean()), int(by_row.argmax())
+    is_whole = not name.endswith(".router")
+    point = Point(name, label(name), share, row, share, True, is_whole)
+    return Compared(point, mine, other, by_row, cells)
 
 
 def _departures(mine: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of each row, as a share of the largest value; a NaN or an infinity departs without bound."""
-    difference = np.abs(mine - other).max(-1)
+    """As a share of the largest value; a NaN or an infinity departs without bound."""
+    with np.errstate(invalid="ignore"):  # of infinities
+        difference = np.abs(mine - other)
     scale = np.abs(other).max()
     if scale == 0:
         difference = (difference > 0).astype(np.float64)

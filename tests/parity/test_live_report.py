@@ -13,7 +13,7 @@ from services.trainer.engine.actor import Actor
 from shared.http import HttpClient
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.checkpoint import write_release
-from shared.parity.live_walk import MARGINS
+from shared.parity.judge import MARGINS
 from shared.parity.trace import MEDIA_TYPE, TraceRequest
 from tests.parity.engines import Case
 from tests.parity.live_sides import SamplerSide, TrainerSide, job_of

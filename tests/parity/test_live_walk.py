@@ -12,7 +12,8 @@ from services.trainer.engine.actor import Actor
 from shared.errors import Rejected
 from shared.models.deepseek_v4.checkpoint import write_release
 from shared.parity import live_walk
-from shared.parity.live_walk import MARGINS, walk_sides
+from shared.parity.judge import MARGINS
+from shared.parity.live_walk import walk_sides
 from shared.parity.trace import TraceRequest
 from tests.parity.conftest import Findings
 from tests.parity.engines import Case, stored

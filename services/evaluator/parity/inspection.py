@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.parity.live_walk import Ask, Margin, walk_sides
+from shared.parity.judge import Margin
+from shared.parity.live_walk import Ask, walk_sides
 from shared.parity.offline_request import WalkResult
 from shared.parity.trace import MAX_TRACE_SEQUENCES, MAX_TRACE_TOKENS, TraceRequest, arrays
 from shared.parity.walk import routing_agreement

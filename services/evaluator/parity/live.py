@@ -25,7 +25,7 @@ from shared.errors import DeadlineExceeded, HttpFailed, Rejected, TandemError
 from shared.http import HttpClient
 from shared.messages import SamplingParams, VersionSpan
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.parity.live_walk import Margin
+from shared.parity.judge import Margin
 from shared.parity.offline_request import WalkResult
 from shared.parity.scores import ScoredSequence
 from shared.parity.trace import MEDIA_TYPE, Traced, TraceRequest

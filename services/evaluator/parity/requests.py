@@ -22,7 +22,7 @@ from shared.http import HttpClient
 from shared.job import Job, expand_path
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.parity.live_walk import MARGINS, Margin
+from shared.parity.judge import MARGINS, Margin
 from shared.parity.scores import Bounds
 from shared.registry import live_replicas
 from shared.tokenizer import CheckpointTokenizer

@@ -433,9 +433,9 @@ def _turns(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """complex [positions, 1, rope pairs], as the reference and the trainer have them to the bit: the
-    release multiplies position by frequency in the model's own precision, which is far from exact
-    at late positions. Made on the host, whatever the device."""
+    """complex [positions, 1, rope pairs], the bits of the reference and the trainer: the release
+    multiplies position by frequency in FP32, which is far from exact at late positions. Made on
+    the host, whatever the device."""
     layers = [
         layer
         for layer in range(arch.num_hidden_layers)

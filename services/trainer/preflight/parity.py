@@ -18,7 +18,8 @@ from shared.http import HttpClient
 from shared.job import Job
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.parity.live_walk import MARGINS, walk_sides
+from shared.parity.judge import MARGINS
+from shared.parity.live_walk import walk_sides
 from shared.parity.offline_request import WalkResult
 from shared.parity.trace import (
     MAX_TRACE_TOKENS,

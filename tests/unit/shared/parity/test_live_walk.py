@@ -7,7 +7,8 @@ import pytest
 
 from shared.models.deepseek_v4.names import trace_points
 from shared.parity import live_walk, trace
-from shared.parity.live_walk import MARGINS, walk_sides
+from shared.parity.judge import MARGINS
+from shared.parity.live_walk import walk_sides
 from shared.parity.trace import MAX_STATE_BYTES, Recorder, Traced, TraceRequest
 from tests.tiny_deepseek_v4 import FLASH
 

@@ -50,38 +50,6 @@ def test_first_departure_in_order_of_computation_is_named() -> None:
     assert sum(point.departure > 0 for point in found.points) == 3
 
 
-SCORES = "layers.2.attn.indexer.scores"
-
-
-def scored() -> dict[str, np.ndarray]:
-    """20 tokens, of which token t sees t + 1 entries: 210 scores."""
-    scores = np.random.default_rng(3).normal(size=(20, 20)).clip(-2, 2)
-    scores[0, 0] = 3.0
-    return {SCORES: np.where(np.tri(20, dtype=bool), scores, -np.inf)}
-
-
-def test_scores_of_one_entry_are_few_whoever_looks_at_it() -> None:
-    """A flipped code of entry 2 moves the score of 18 of the 20 tokens, 9 % of all scores."""
-    wrong = scored()
-    wrong[SCORES] = wrong[SCORES] + 0.3 * (np.arange(20) == 2)
-    point = walk(wrong, scored(), ARCH).points[0]
-    assert point.share == pytest.approx(18 / 210)
-    assert point.departure == pytest.approx(0.1)
-    assert walk(wrong, scored(), ARCH, row_share=0.1).first is None
-    assert walk(wrong, scored(), ARCH, row_share=0.08).suspects[-1] == "layer 2 · indexer"
-
-
-def test_tokens_that_see_other_entries_depart_whole() -> None:
-    wrong = scored()
-    for token in (3, 7, 11):
-        wrong[SCORES][token, token] = -np.inf
-    found = walk(wrong, scored(), ARCH, tolerance=0.5, row_share=0.1)
-    assert found.first is not None
-    assert (found.first.row, found.first.share, found.first.departure) == (3, 3 / 20, 1.0)
-    wrong[SCORES][4, 0] = np.nan
-    assert walk(wrong, scored(), ARCH).points[0].departure == np.inf
-
-
 def test_tolerance_is_a_share_of_the_largest_value() -> None:
     wrong = states()
     largest = np.abs(wrong["norm"]).max()
