@@ -34,7 +34,7 @@ PROBLEMS = [
     for line in Path("assets/arithmetic/train.jsonl").read_text().splitlines()
 ]
 SHAPES = {"ALIGNED": ALIGNED, "DEMO": DEMO, "SMALL": SMALL}
-KNOWN = {"float32": (103, 104), "bfloat16": (3, 4)}
+KNOWN = {"float32": (121, 120), "bfloat16": (3, 4)}
 """Seeds of ALIGNED at which one flipped key, or the number of tokens that select, once was taken
 for a mistake."""
 
