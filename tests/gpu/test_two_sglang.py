@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,14 +68,14 @@ class Plain(ProcessGroup):
         await super()._broadcast(client, group, sent, timeout_s)
 
 
-def transports(which: Literal["first", "second"]) -> dict[str, Transport]:
-    if which == "second":
-        return {"CUDA IPC, own GPU": SharedMemory()}
-    return {
-        "NCCL, flattened": ProcessGroup("nccl"),
-        "NCCL, plain": Plain("nccl"),
-        "disk": Disk(),
-    }
+Which = Literal["first", "second"]
+TRANSPORTS: dict[str, tuple[Which, Callable[[], Transport], str]] = {
+    "CUDA IPC, own GPU": ("second", SharedMemory, "AB"),
+    "disk": ("first", Disk, "BA"),
+    "NCCL, flattened": ("first", lambda: ProcessGroup("nccl"), "BAB"),
+    "NCCL, plain": ("first", lambda: Plain("nccl"), "AB"),
+}
+"""Server, transport, and the versions of its updates, each another than the one before."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,55 +96,21 @@ async def world(tmp_path_factory: pytest.TempPathFactory, figures: Figures) -> A
         yield found
 
 
-@pytest.mark.parametrize("which", ["first", "second"])
-async def test_what_a_transport_takes(
-    which: Literal["first", "second"], world: World, figures: Figures
-) -> None:
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_what_a_transport_takes(name: str, world: World, figures: Figures) -> None:
     """Both versions twice, ending with the server's own; then its scores are a fresh load's."""
-    driven: Driven = getattr(world, which)
+    which, transport, _ = TRANSPORTS[name]
     own, other = (world.first, world.second) if which == "first" else (world.second, world.first)
-    kept = figures["sglang"].setdefault("sends", {})
-    for name, transport in transports(which).items():
-        there_and_back = 2 * (other.first, own.first)
-        seconds = [round(await driven.load(folder, transport), 3) for folder in there_and_back]
-        size = world.staged["A"].num_bytes / 1e9
-        told = kept[name] = {"seconds": seconds, "gb_per_s": round(size / min(seconds), 2)}
-        told["against a fresh load"] = departure(await driven.scores(), driven.fresh)
-        assert told["against a fresh load"]["max"] == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "which", "versions"),
-    [
-        ("NCCL, flattened", "first", "BAB"),
-        ("NCCL, plain", "first", "AB"),
-        ("disk", "first", "A"),
-        ("CUDA IPC, own GPU", "second", "AB"),
-    ],
-)
-async def test_updates_equal_a_fresh_load(
-    name: str, which: Literal["first", "second"], versions: str, world: World, figures: Figures
-) -> None:
-    driven: Driven = getattr(world, which)
-    driven.versions.transport = transports(which)[name]
-    kept = figures["sglang"].setdefault("updates", {})[name] = []
-    for version in versions:
-        scores, checksums = world.fresh(version)
-        number = 1 + (driven.versions.engine.policy_version or 0)
-        told = await driven.activate(world.staged[version], number, probed_as=scores)
-        found = await driven.checksums()
-        told |= {
-            "version": version,
-            "scores against a fresh load": departure(await driven.scores(), scores),
-            "checksums": len(checksums),
-            "checksums that differ": [key for key in checksums if found.get(key) != checksums[key]],
-            "restarts": driven.versions.restarts,
-        }
-        kept.append(told)
-    assert all(one["scores against a fresh load"]["max"] == 0 for one in kept)
-    assert all(not one["checksums that differ"] for one in kept)
-    assert kept[0]["checksums"] > 50
-    assert driven.versions.restarts == 0
+    there_and_back = 2 * (other.first, own.first)
+    seconds = [round(await own.load(folder, transport()), 3) for folder in there_and_back]
+    size = world.staged["A"].num_bytes / 1e9
+    found = departure(await own.scores(), own.fresh)
+    figures["sglang"].setdefault("sends", {})[name] = {
+        "seconds": seconds,
+        "gb_per_s": round(size / min(seconds), 2),
+        "against a fresh load": found,
+    }
+    assert found["max"] == 0
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -201,6 +167,31 @@ async def test_a_version_is_pulled_over_http(
         "gb_per_s": round(staged.num_bytes / 1e9 / min(seconds), 2),
     }
     await asyncio.to_thread(shutil.rmtree, tmp_path)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_updates_equal_a_fresh_load(name: str, world: World, figures: Figures) -> None:
+    which, transport, versions = TRANSPORTS[name]
+    driven: Driven = getattr(world, which)
+    driven.versions.transport = transport()
+    kept = figures["sglang"].setdefault("updates", {})[name] = []
+    for version in versions:
+        scores, checksums = world.fresh(version)
+        number = 1 + (driven.versions.engine.policy_version or 0)
+        told = await driven.activate(world.staged[version], number, probed_as=scores)
+        found = await driven.checksums()
+        told |= {
+            "version": version,
+            "scores against a fresh load": departure(await driven.scores(), scores),
+            "checksums": len(checksums),
+            "checksums that differ": [key for key in checksums if found.get(key) != checksums[key]],
+            "restarts": driven.versions.restarts,
+        }
+        kept.append(told)
+    assert all(one["scores against a fresh load"]["max"] == 0 for one in kept)
+    assert all(not one["checksums that differ"] for one in kept)
+    assert kept[0]["checksums"] > 50
+    assert driven.versions.restarts == 0
 
 
 def _group(name: str, backend: Literal["nccl", "gloo"]) -> GroupTransfer:

@@ -68,7 +68,8 @@ async def test_an_update_leaves_the_sinks_stale(world: World, figures: Figures) 
 
 
 async def test_each_update_is_healed(world: World, figures: Figures) -> None:
-    """A, then B, A, B: the probe refuses what was loaded, a fresh server of the version passes."""
+    """A, then B, A, B: the probe refuses what was loaded; copies derived anew pass, or a fresh
+    server of the version, where the server has no call for that."""
     driven = world.first
     kept = figures["tensor parallel"]["updates"] = []
     for number, version in enumerate("BAB", start=1):
@@ -87,7 +88,7 @@ async def test_each_update_is_healed(world: World, figures: Figures) -> None:
             "checksums that differ": [key for key in checksums if found.get(key) != checksums[key]],
         }
         kept.append(told)
-    assert [one["remedy"] for one in kept] == [["restart"]] * 3
+    assert all(one["remedy"] in (["restart"], ["rebuild"]) for one in kept)
     assert all("mean |delta log p|" in one["seen"][0] for one in kept)
     assert all(one["against a fresh load"]["mean"] <= SAME_SCORES for one in kept)
     assert not any(one["checksums that differ"] for one in kept)

@@ -17,7 +17,7 @@ from services.rollout.engine.sglang.buckets import Bucket, buckets_of
 from services.rollout.engine.sglang.checkpoint import dtype_name, read_folder
 from services.rollout.engine.sglang.client import SGLangClient
 from services.rollout.engine.sglang.spec import TransportName
-from shared.errors import ConfigInvalid
+from shared.errors import ConfigInvalid, DeadlineExceeded
 from shared.process import free_port
 
 BUCKET_BYTES = 2**30
@@ -131,12 +131,7 @@ class ProcessGroup:
             for bucket in buckets_of(tensors, max_bytes=BUCKET_BYTES):
                 await self._broadcast(client, group, bucket, timeout_s)
         finally:
-            # Both at once: the end of an NCCL group waits for the members on its host.
-            end = {"group_name": _GROUP}
-            await asyncio.gather(
-                client.change("/destroy_weights_update_group", end, timeout_s=timeout_s),
-                asyncio.to_thread(torch.distributed.destroy_process_group, group),
-            )
+            await self._leave(client, group, timeout_s)
 
     def messages(self, bucket: Bucket) -> list[Tensor]:
         """What is broadcast for one call, in order: the whole bucket as bytes."""
@@ -170,6 +165,18 @@ class ProcessGroup:
             ),
         )
         return group
+
+    async def _leave(self, client: SGLangClient, group: Any, timeout_s: float) -> None:
+        """Both sides at once: the end of an NCCL group waits for the members on its host."""
+        end = {"group_name": _GROUP}
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(
+                    client.change("/destroy_weights_update_group", end, timeout_s=timeout_s),
+                    asyncio.to_thread(torch.distributed.destroy_process_group, group),
+                )
+        except TimeoutError as err:
+            raise DeadlineExceeded("the update's process group to end", timeout_s) from err
 
     async def _broadcast(
         self, client: SGLangClient, group: Any, bucket: Bucket, timeout_s: float
