@@ -15,7 +15,7 @@ from shared.broker import broker, broker_url
 from shared.process import die_with_parent
 from shared.readiness import broker_ready
 from shared.redis import broker_trouble, create_redis
-from shared.streams import Consumer, backlog, publish, publish_many
+from shared.streams import Consumer, backlog, publish
 
 STREAM = "tandem:{job}:rollouts"
 GROUP = "graders"
@@ -96,7 +96,8 @@ async def test_restarted_broker_loses_no_message(own_broker, client):
 
     async def feed():
         for start in range(0, 300, 10):
-            await publish_many(client, STREAM, [b"%d" % i for i in range(start, start + 10)])
+            for i in range(start, start + 10):
+                await publish(client, STREAM, b"%d" % i)
             await asyncio.sleep(0.02)
 
     async with consuming(client, handle, concurrency=4):
@@ -150,7 +151,8 @@ async def test_broker_that_comes_back_empty_gets_its_group_again(own_broker, cli
 
 
 async def test_held_messages_survive_the_brokers_restart(own_broker, client):
-    await publish_many(client, STREAM, [b"a", b"b"])
+    for body in (b"a", b"b"):
+        await publish(client, STREAM, body)
     stop = asyncio.Event()
     trainer = Consumer(client, STREAM, GROUP, "trainer", lease_s=1.0, block_s=0.2)
     async with trainer.session() as session:

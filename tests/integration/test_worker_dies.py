@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from shared.local_stack import Program, running
-from shared.streams import backlog, dead_letters, publish_many
+from shared.streams import backlog, dead_letters, publish
 
 ROOT = Path(__file__).parents[2]
 STREAM, GROUP, DONE = "tandem:{job}:groups", "trainers", "done"
@@ -38,7 +38,8 @@ async def test_every_message_is_handled_though_workers_are_killed(redis, redis_u
         Program(name, [sys.executable, "-c", WORKER, redis_url, name], cwd=ROOT)
         for name in ("w0", "w1")
     ]
-    await publish_many(redis, STREAM, [b"%d" % i for i in range(400)])
+    for i in range(400):
+        await publish(redis, STREAM, b"%d" % i)
     killed: set[int] = set()
     async with running([workers], log_dir=tmp_path) as stack:
         for victim, enough in (("w0", 60), ("w1", 140), ("w0", 220)):
