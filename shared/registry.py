@@ -5,11 +5,14 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
+import structlog
 from redis.asyncio import Redis
 
 from shared import topology
+from shared.errors import Rejected
 from shared.messages import Message
 
+log = structlog.get_logger()
 LEASE_S = 6.0
 
 ServerState = Literal["idle", "starting", "waiting_for_weights", "serving", "updating", "stopped"]
@@ -75,5 +78,14 @@ async def live_replicas(redis: Redis, service: str) -> list[Replica]:
     expired = [key for key, body in zip(keys, bodies, strict=True) if body is None]
     if expired:
         await cast(Any, redis.srem(topology.REPLICAS, *expired))
-    records = [Replica.unpack(body) for body in bodies if body is not None]
-    return [record for record in records if record.service == service]
+    records = [_read(key, body) for key, body in zip(keys, bodies, strict=True) if body is not None]
+    return [record for record in records if record is not None and record.service == service]
+
+
+def _read(key: bytes, body: bytes) -> Replica | None:
+    """None for what another release, say, wrote: one such record must not stop who looks."""
+    try:
+        return Replica.unpack(body)
+    except Rejected as err:
+        log.warning("replica_unreadable", key=key.decode(errors="replace"), error=str(err))
+        return None

@@ -24,11 +24,12 @@ class CheckpointTokenizer:
 
     @classmethod
     def load(cls, checkpoint: Path) -> Self:
-        """Read the checkpoint's files; blocks. OSError names the one that is missing."""
+        """Read the checkpoint's files; blocks. OSError names the one that is missing, ValueError
+        one that cannot be read."""
         file = checkpoint / TOKENIZER_FILE
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file")
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = _tokenizer(file)
         config = _config(checkpoint)
         vocab_size = int(str(config.get("vocab_size", tokenizer.get_vocab_size())))
         return cls(tokenizer, stop_token_ids(config), vocab_size)
@@ -72,6 +73,15 @@ class CheckpointTokenizer:
                 yield tags[token_id]
                 begin = place + 1
         yield token_ids[begin:]
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as err:
+        if type(err) is not Exception:  # the tokenizers library raises plain Exception
+            raise
+        raise ValueError(f"{file}: {err}") from err
 
 
 def stop_token_ids(config: Mapping[str, object]) -> tuple[int, ...]:

@@ -124,18 +124,7 @@ async def follow_events(
     num_copied = 0
     while not stop.is_set():
         for entry_id, body in await read_from(redis, stream, record.stream_id, BLOCK_S):
-            try:
-                event = Event.unpack(body)
-            except Rejected as err:
-                log.warning("event_unreadable", entry_id=entry_id.decode(), error=str(err))
-                event = Event(
-                    name="event_unreadable",
-                    job_id=job_id,
-                    service="trainer",
-                    replica="",
-                    at_s=now_s(),
-                    fields={"error": str(err)},
-                )
+            event = _read_event(entry_id, body, job_id)
             await on_event(event)  # first: after a crash it is told once more, never not at all
             record.take(entry_id, event)
             num_copied += 1
@@ -143,6 +132,18 @@ async def follow_events(
             await asyncio.to_thread(record.settle)
             await redis.xtrim(stream, minid=record.stream_id, approximate=False)
             num_copied = 0
+
+
+def _read_event(entry_id: bytes, body: bytes, job_id: str) -> Event:
+    """What somebody told, or that it cannot be read: such an event must not end the job, as it
+    would come again to the next process."""
+    try:
+        event = Event.unpack(body)
+        json.dumps(event.fields)
+    except (Rejected, TypeError, ValueError, RecursionError) as err:
+        log.warning("event_unreadable", entry_id=entry_id.decode(), error=str(err))
+        return event_maker(job_id, "")("event_unreadable", error=str(err))
+    return event
 
 
 class EventTail:

@@ -20,10 +20,11 @@ class LoadMeter:
 
     def note(self, event: Event) -> None:
         if event.name == "group_sampled":
-            self._tokens[event.replica] += int(event.fields.get("tokens") or 0)
+            self._tokens[event.replica] += _count(event.fields.get("tokens"))
         elif event.name == "group_graded":
-            outcomes = event.fields.get("outcomes") or {}
-            self._graded[event.replica] += sum(int(number) for number in outcomes.values())
+            outcomes = event.fields.get("outcomes")
+            numbers = outcomes.values() if isinstance(outcomes, dict) else ()
+            self._graded[event.replica] += sum(_count(number) for number in numbers)
 
     def take(self) -> dict[str, dict[str, float]]:
         """Per second since the last call: sampled tokens and graded samples, by replica."""
@@ -37,6 +38,11 @@ class LoadMeter:
         self._graded.clear()
         self._since_s = now_s
         return found
+
+
+def _count(told: object) -> int:
+    """What others tell may be anything; what is no number of things counts as none."""
+    return told if isinstance(told, int) else 0
 
 
 def _rates(counts: Counter[str], seconds: float) -> dict[str, float]:

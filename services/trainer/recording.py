@@ -10,12 +10,13 @@ import json
 import sqlite3
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgpack
 
-from shared.errors import TandemError
+from shared.errors import Rejected, TandemError
 from shared.messages import ScoredGroup
 
 RECORDING_FILE = "recording.sqlite"
@@ -37,7 +38,7 @@ CREATE TABLE IF NOT EXISTS steps(
 
 
 class RecordingUnreadable(TandemError):
-    """There is no recording, or it lacks a group that one of its steps trained."""
+    """There is no recording, or what one of its steps trained is not in it or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,10 @@ class Recording:
         path = run_dir / RECORDING_FILE
         if not path.is_file():
             raise RecordingUnreadable(f"{run_dir} has no {RECORDING_FILE}: record = true keeps one")
-        return cls(path)
+        try:
+            return cls(path)
+        except sqlite3.DatabaseError as err:
+            raise RecordingUnreadable(f"{path} is no recording: {err}") from err
 
     def close(self) -> None:
         self._db.close()
@@ -103,23 +107,26 @@ class Recording:
         self._db.execute("DELETE FROM steps WHERE step = ?", (step,))
 
     def steps(self) -> list[RecordedStep]:
-        rows = self._db.execute("SELECT * FROM steps ORDER BY step").fetchall()
-        return [
-            RecordedStep(step, version, json.loads(ids), reward_sum, num)
-            for step, version, ids, reward_sum, num in rows
-        ]
+        with self._reading("its steps"):
+            rows = self._db.execute("SELECT * FROM steps ORDER BY step").fetchall()
+            return [
+                RecordedStep(step, version, json.loads(ids), reward_sum, num)
+                for step, version, ids, reward_sum, num in rows
+            ]
 
     def group(self, group_id: str) -> ScoredGroup:
-        row = self._db.execute("SELECT body FROM groups WHERE group_id = ?", (group_id,)).fetchone()
-        if row is None:
-            raise RecordingUnreadable(f"{self.path} has no group {group_id}")
-        return ScoredGroup.unpack(zlib.decompress(row[0]))
+        with self._reading(group_id):
+            found = self._db.execute("SELECT body FROM groups WHERE group_id = ?", (group_id,))
+            if (row := found.fetchone()) is None:
+                raise RecordingUnreadable(f"{self.path} has no group {group_id}")
+            return ScoredGroup.unpack(zlib.decompress(row[0]))
 
     def routes(self, group_id: str) -> tuple[bytes, ...] | None:
-        row = self._db.execute(
-            "SELECT routes FROM groups WHERE group_id = ?", (group_id,)
-        ).fetchone()
-        return tuple(msgpack.unpackb(row[0])) if row and row[0] is not None else None
+        with self._reading(f"the routes of {group_id}"):
+            row = self._db.execute(
+                "SELECT routes FROM groups WHERE group_id = ?", (group_id,)
+            ).fetchone()
+            return tuple(msgpack.unpackb(row[0])) if row and row[0] is not None else None
 
     def groups(self) -> Iterator[ScoredGroup]:
         """All of them, in draw order; also those that no step trained."""
@@ -130,3 +137,11 @@ class Recording:
     def group_ids(self) -> Sequence[str]:
         rows = self._db.execute("SELECT group_id FROM groups ORDER BY draw").fetchall()
         return [str(name) for (name,) in rows]
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """The file may be another run's, cut or edited: whoever reads it is told so."""
+        try:
+            yield
+        except (sqlite3.DatabaseError, zlib.error, ValueError, Rejected) as err:
+            raise RecordingUnreadable(f"{self.path}: {what} cannot be read: {err}") from err

@@ -14,13 +14,14 @@ from shared.environment import ENVIRONMENT_EVENT
 from shared.messages import Event
 
 ENVIRONMENT = "environment"
+MAX_NAME_CHARS = 200  # a file's name may have 255 with what is added
 
 
 def write_environment(run_dir: Path, process: str, found: Mapping[str, Any]) -> None:
     """A reader sees the old file or the new one."""
     folder = run_dir / ENVIRONMENT
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^\w.-]", "_", process)
+    name = re.sub(r"[^\w.-]", "_", process, flags=re.ASCII)[:MAX_NAME_CHARS]
     building = folder / f".{name}.tmp"
     building.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
     building.replace(folder / f"{name}.json")

@@ -1,6 +1,8 @@
 """Recordings: what a run kept trains again to the same weights; jobs that only sample or train."""
 
 import asyncio
+import contextlib
+import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,18 @@ async def test_a_replay_of_too_little_says_so(redis: Redis, tmp_path: Path) -> N
     again = Replay(redis, tmp_path / "third", tmp_path / "nowhere")
     with pytest.raises(RecordingUnreadable, match=f"has no {RECORDING_FILE}"):
         await again.run()
+
+
+async def test_a_replay_of_what_is_no_recording_says_so(redis: Redis, tmp_path: Path) -> None:
+    await record(redis, tmp_path / "run", steps=1)
+    file = tmp_path / "run" / RECORDING_FILE
+    with contextlib.closing(sqlite3.connect(file)) as db, db:
+        db.execute("UPDATE groups SET body = x'00ff'")
+    with pytest.raises(RecordingUnreadable, match=r"test-0000\.g00000\d cannot be read: .*decompr"):
+        await Replay(redis, tmp_path / "torn", tmp_path / "run", steps=1).run()
+    file.write_bytes(b"garbage" * 1000)
+    with pytest.raises(RecordingUnreadable, match=r"is no recording: file is not a database"):
+        await Replay(redis, tmp_path / "again", tmp_path / "run", steps=1).run()
 
 
 async def test_a_job_that_only_samples_keeps_groups_and_trains_nothing(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
 import pytest_asyncio
 from fastapi import FastAPI, HTTPException, Request
@@ -230,6 +231,15 @@ async def test_link_out_of_the_data_roots_is_refused(trainer: Trainer) -> None:
     answer = await trainer.http.post("/v1/jobs", json=trainer.document(data=data))
     assert answer.status_code == 422
     assert "outside the data roots" in answer.json()["detail"][0]["message"]
+
+
+async def test_a_recording_that_is_none_is_refused(trainer: Trainer) -> None:
+    (trainer.root / "recording.sqlite").write_bytes(b"garbage" * 1000)
+    document = trainer.document(mode="train_only", recording=str(trainer.root))
+    answer = await trainer.http.post("/v1/jobs", json=document)
+    (problem,) = answer.json()["detail"]
+    assert (answer.status_code, problem["key"]) == (422, "recording")
+    assert "is no recording: file is not a database" in problem["message"]
 
 
 async def test_cut_checkpoint_is_refused(trainer: Trainer) -> None:
@@ -521,6 +531,19 @@ async def test_job_that_cannot_be_taken_up_again_is_over_for_everybody(
     assert (announced.job_id, announced.state) == (job_id, "finished")
 
 
+async def test_a_tokenizer_that_was_cut_meanwhile_fails_the_job_and_not_the_trainer(
+    config: TrainerConfig, tmp_path: Path
+) -> None:
+    async with running(config, tmp_path) as trainer:
+        job_id = await trainer.submit()
+        await trainer.until_state(job_id, "running")
+    (tmp_path / "policy" / "tokenizer.json").write_text("{")
+    async with running(config, tmp_path) as trainer:
+        status = await trainer.until_state(job_id, "failed")
+        assert "ValueError: " in status["error"]
+        assert "tokenizer.json: " in status["error"]
+
+
 async def test_a_job_whose_data_was_edited_meanwhile_goes_on_with_the_old(
     config: TrainerConfig, redis: Redis, tmp_path: Path
 ) -> None:
@@ -667,6 +690,15 @@ async def test_job_that_nobody_runs_is_ended(
 @pytest.mark.parametrize("route", ["", "/events", "/metrics", "/report", "/summary"])
 async def test_unknown_job_is_not_found(trainer: Trainer, route: str) -> None:
     assert (await trainer.http.get(f"/v1/jobs/nobody-0000{route}")).status_code == 404
+
+
+async def test_a_replica_of_another_release_hides_no_other(redis: Redis) -> None:
+    replica = Replica(service="reward", name="r", url="http://r", pid=1)
+    await register(redis, replica)
+    key = topology.replica("scorer", "s")
+    await redis.set(key, msgpack.packb(replica.model_dump() | {"service": "scorer"}))
+    await redis.sadd(topology.REPLICAS, key)
+    assert await live_replicas(redis, "reward") == [replica]
 
 
 async def test_health_and_servers(trainer: Trainer, redis: Redis) -> None:

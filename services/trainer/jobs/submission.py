@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from services.trainer.jobs.abilities import lacking
 from services.trainer.jobs.shards import find_trouble
-from services.trainer.recording import RECORDING_FILE
+from services.trainer.recording import Recording, RecordingUnreadable
 from services.trainer.warm_up import load_pairs
 from shared.data import DataError, load_rows
 from shared.errors import TandemError
@@ -86,11 +86,7 @@ def check_files(job: Job, roots: Sequence[Path]) -> Job:
     )
     data = job.data
     if job.mode == "train_only":
-        recording = places.folder("recording", job.recording)
-        if recording is not None and not (Path(recording) / RECORDING_FILE).is_file():
-            places.refuse(
-                "recording", job.recording, f"there is no {RECORDING_FILE} in {recording}"
-            )
+        recording = places.recording("recording", job.recording)
         job = job.model_copy(update={"recording": recording})
     else:
         data = places.data("data", data)
@@ -157,6 +153,16 @@ class _Places:
         if not path.is_dir():
             self.refuse(key, given, f"{path} is not a directory")
         return str(path)
+
+    def recording(self, key: str, given: str | None) -> str | None:
+        """The folder of a run that has one which can be opened."""
+        path = self.folder(key, given)
+        if path is not None:
+            try:
+                Recording.of_run(Path(path)).close()
+            except RecordingUnreadable as err:
+                self.refuse(key, given, str(err))
+        return path
 
     def pairs(self, key: str, given: str) -> str:
         """Every pair is read, as every row of data is."""

@@ -1,7 +1,10 @@
 import asyncio
 import json
+import math
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 from redis.asyncio import Redis
 
@@ -15,9 +18,11 @@ from services.trainer.events import (
     event_maker,
     follow_events,
 )
+from services.trainer.load import LoadMeter
+from services.trainer.run_environment import keep_environment
 from shared import topology
 from shared.messages import Event
-from shared.streams import publish_many
+from shared.streams import publish
 
 make = event_maker("j", "trainer-0")
 
@@ -77,12 +82,13 @@ async def test_copied_events_leave_the_broker(redis: Redis, tmp_path: Path, book
             stop.set()
 
     bodies = [make("other").pack()] * (2 * TRIM_EVERY) + [make("last").pack()]
-    await publish_many(redis, stream, bodies)
+    for body in bodies:
+        await publish(redis, stream, body)
     await asyncio.wait_for(follow_events(redis, "j", record, on_event, stop), 20)
     assert len(names(tmp_path)) == 2 * TRIM_EVERY + 1
     assert await redis.xlen(stream) <= 2
     stop.clear()
-    await publish_many(redis, stream, [make("last").pack()])  # it goes on from where it was
+    await publish(redis, stream, make("last").pack())  # it goes on from where it was
     await asyncio.wait_for(follow_events(redis, "j", record, on_event, stop), 20)
     assert names(tmp_path)[-2:] == ["last", "last"]
     record.close()
@@ -99,3 +105,43 @@ def test_tail_gives_complete_lines_with_their_numbers(tmp_path: Path) -> None:
     assert tail.read_more(max_lines=2) == [(3, "three"), (4, "four")]
     assert tail.read_more() == [(5, "five")]
     assert tail.num_lines == 5
+
+
+FOREIGN: list[tuple[dict[str, Any], str | None]] = [
+    ({"name": "x", "fields": {"b": b"\xff"}}, "bytes is not JSON serializable"),
+    ({"name": "environment", "fields": {"b": b"\xff"}}, "bytes is not JSON serializable"),
+    ({"name": "x", "fields": [1]}, "Event.fields"),
+    ({"name": "environment", "replica": "r" * 300, "fields": {"a": 1}}, None),
+    ({"name": "group_sampled", "fields": {"tokens": "many"}}, None),
+    ({"name": "group_sampled", "fields": {"tokens": math.nan}}, None),
+    ({"name": "group_graded", "fields": {"outcomes": [1]}}, None),
+    ({"name": "group_graded", "fields": {"outcomes": {"score": math.inf, "error": "x"}}}, None),
+    ({"name": "eval_finished", "fields": {"eval_id": [1]}}, None),
+]
+
+
+@pytest.mark.parametrize(("told", "problem"), FOREIGN)
+async def test_what_others_tell_ends_no_job(
+    redis: Redis, tmp_path: Path, books: Books, told: dict[str, Any], problem: str | None
+) -> None:
+    """It would come again to the next process, for ever."""
+    record, stop, load = EventLog(tmp_path, books), asyncio.Event(), LoadMeter()
+    plain = {"job_id": "j", "service": "s", "replica": "r", "at_s": 1.0, "fields": {}}
+    last = {"name": "group_sampled", "fields": {"tokens": 3}}
+    stream = topology.events("j")
+    for one in (told, last):
+        await publish(redis, stream, msgpack.packb(plain | one))
+
+    async def on_event(event: Event) -> None:
+        load.note(event)
+        await keep_environment(tmp_path, event)
+        if event.fields == last["fields"]:
+            stop.set()
+
+    await asyncio.wait_for(follow_events(redis, "j", record, on_event, stop), 10)
+    record.close()
+    first, second = map(json.loads, (tmp_path / EVENTS_FILE).read_text().splitlines())
+    assert second["name"] == "group_sampled"
+    assert first["name"] == ("event_unreadable" if problem else told["name"])
+    assert (problem or "") in first["fields"].get("error", "")
+    assert set(load.take()["sampled_tokens_per_s"]) == {"r"}
