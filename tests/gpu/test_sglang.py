@@ -158,10 +158,10 @@ async def test_what_ends_the_server_is_refused_and_a_fresh_one_serves(
 ) -> None:
     kept = figures["sglang"].setdefault("faults", {})
     driven = world.second
-    restarts = driven.versions.restarts
+    restarts = driven.versions.restarts.total
     driven.versions.transport = transport_of("tensor")
     kept[fault] = await refused(driven, world, "B", sent="A", probed_as="A", by=_Ending(fault))
-    assert driven.versions.restarts == restarts + 1
+    assert driven.versions.restarts.total == restarts + 1
 
 
 def departure(found: list[np.ndarray], expected: list[np.ndarray]) -> dict[str, float]:
@@ -200,7 +200,7 @@ async def refused(
         "error": str(caught.value)[:300],
         "seconds": round(time.monotonic() - began_s, 2),
         "scores after it, against before": departure(await driven.scores(), scores),
-        "restarts": driven.versions.restarts,
+        "restarts": driven.versions.restarts.total,
     }
     assert driven.versions.engine.policy_version == 40
     assert told["scores after it, against before"]["max"] == 0

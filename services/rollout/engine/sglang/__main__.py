@@ -38,7 +38,6 @@ log = structlog.get_logger()
 
 _STATS_S = 0.5
 _GUARD_S = 5.0
-_MAX_RESTARTS = 5
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
@@ -167,8 +166,7 @@ class _Child:
                 if await self._engine.server.is_well() and await self._versions.is_served():
                     self._engine.open_gate()  # a call that was lost may have closed it
                     continue
-                if self._versions.restarts >= _MAX_RESTARTS:
-                    raise RuntimeError(f"SGLang was restarted {_MAX_RESTARTS} times; giving up")
+                self._versions.restarts.check()
                 log.warning("sglang_lost", log_tail=self._engine.server.log_tail()[-500:])
                 await self._versions.recover()
 

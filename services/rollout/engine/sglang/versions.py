@@ -28,6 +28,7 @@ from services.rollout.engine.sglang.engine import SGLangEngine
 from services.rollout.engine.sglang.fingerprint import checksum_of
 from services.rollout.engine.sglang.generation import SAME_SCORES
 from services.rollout.engine.sglang.limits import Limit
+from services.rollout.engine.sglang.restarts import Restarts
 from services.rollout.engine.sglang.routes import Tables
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
@@ -77,7 +78,7 @@ class Versions:
     ) -> None:
         self.engine = engine
         self.good: Good | None = None
-        self.restarts = 0
+        self.restarts = Restarts()
         self._anchor: Proven | None = None  # of the probes
         self._is_whole = True  # what the server holds is `good`
         self._spec = spec
@@ -129,7 +130,7 @@ class Versions:
 
     async def recover(self) -> None:
         """A fresh server of the last good version, after the one we had went away."""
-        self.restarts += 1
+        self.restarts.note()
         self._is_whole = False
         self.engine.shut_gate()
         await self._server.stop()  # calls that hung with it fail now
@@ -306,7 +307,7 @@ class Versions:
                 await self._prove_same(good, limit)
         except _FAILURES as err:
             log.warning("sglang_restarted", reason=str(err))
-            self.restarts += 1
+            self.restarts.note()
             await self._server.restart(good.folder)
             limit = self._limit(f"a fresh server of version {good.policy_version} to prove it")
             async with limit.kept():
@@ -334,6 +335,7 @@ class Versions:
     def _serve(self, proven: Good) -> None:
         before, self.good = self.good, proven
         self._is_whole = True  # also when the way back had failed before
+        self.restarts.forget()
         self._anchor = next_anchor(self._anchor, proven.proven)
         self.engine.policy_version = proven.policy_version
         self.engine.tables = proven.tables
