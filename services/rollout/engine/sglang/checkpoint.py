@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.rollout.engine.sglang.spec import Platform
+from services.rollout.engine.sglang.spec import CONTEXT_SPARE, Platform
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import dequantised, load_release
 
@@ -41,7 +41,7 @@ def server_config(
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
         "num_hidden_layers": 1,
-        "max_position_embeddings": context_length + 1,  # as many as the server is started with
+        "max_position_embeddings": context_length + CONTEXT_SPARE,  # as it is started with
         "torch_dtype": "float32",
         "bos_token_id": None,
         "eos_token_id": None,

@@ -10,7 +10,7 @@ import structlog
 
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.kernels import chosen, environment
-from services.rollout.engine.sglang.spec import ServerSpec, python_path
+from services.rollout.engine.sglang.spec import CONTEXT_SPARE, ServerSpec, python_path
 
 log = structlog.get_logger()
 
@@ -36,8 +36,7 @@ def launch_of(
         "sglang.launch_server",
         *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
         *("--max-running-requests", str(engine.max_running_requests)),
-        # One more than ours: the server wants room for a token after what it only scores.
-        *("--context-length", str(engine.context_length + 1)),
+        *("--context-length", str(engine.context_length + CONTEXT_SPARE)),
         *("--tensor-parallel-size", str(server.tensor_parallel)),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
         "--skip-tokenizer-init",

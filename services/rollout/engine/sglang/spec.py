@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 _BETWEEN_S = 300.0  # servers that end, labels, sessions that are closed, a server that goes on
+# Tokens that a server's context is longer than the job's: SGLang takes no input within 6 tokens of
+# the end of its own, and samples one token less than fit.
+CONTEXT_SPARE = 7
 Platform = Literal["cpu", "cuda", "rocm"]
 TransportName = Literal["disk", "tensor", "gloo", "nccl"]
 

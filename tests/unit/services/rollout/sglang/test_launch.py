@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from services.rollout.engine.requests import EngineSpec
+from services.rollout.engine.sglang.checkpoint import server_config
 from services.rollout.engine.sglang.kernels import TABLE, chosen, environment
 from services.rollout.engine.sglang.launch import launch_of
-from services.rollout.engine.sglang.spec import Kernels, ServerSpec
+from services.rollout.engine.sglang.spec import CONTEXT_SPARE, Kernels, ServerSpec
 from shared.job_cluster import SGLangKernelsSection
 from shared.models.deepseek_v4.architecture import Architecture
 
@@ -58,3 +59,18 @@ def test_a_job_can_name_exactly_the_paths_that_there_are() -> None:
     assert list(fields) == list(TABLE)
     for part, paths in TABLE.items():
         assert set(fields[part].annotation.__args__) == {"auto", *paths}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_sample_may_fill_the_context_and_go_on_one_token_before_its_end(platform: str) -> None:
+    """SGLang's scheduler refuses inputs of `context - 6` tokens and more, and samples at the most
+    `context - 2 - input`."""
+    server = ServerSpec("/checkpoint", platform=platform)  # type: ignore[arg-type]
+    asked = engine(server)
+    arguments = launch_of(asked, server, model=Path("/c"), port=4000, mark="m").arguments
+    context = int(arguments[arguments.index("--context-length") + 1])
+    ours = asked.context_length
+    assert ours < context - 6  # all of it can be scored, and gone on from
+    assert context - 2 - (ours - 1) >= 1
+    config = server_config(ARCH, "cpu", context_length=ours, quantise_activations=True)
+    assert config["max_position_embeddings"] == ours + CONTEXT_SPARE
