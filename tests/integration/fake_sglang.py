@@ -62,6 +62,11 @@ class FakeServer:
     holds_next_score: bool = False  # until a pause cuts it short
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     is_next_late: bool = False  # the next call reaches the server when it is paused
+    arrives: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: calls are under way
+    failing: int = -1  # a prompt with this token is answered `failure`, or aborted so in a stream
+    failure: int = 500
+    is_unwell: bool = False  # says its health
+    own_end: int | None = None  # a token that ends a sequence after two, asked for or not
     is_deaf: bool = False  # no abort ends what runs
     forbidden: int = -1  # a prompt with this token is answered 400
     endless: frozenset[int] = frozenset()  # samples that run until they are aborted
@@ -78,9 +83,12 @@ class FakeServer:
     _is_spoiled: bool = False  # by what came between two restorings
     _goes_on: asyncio.Event = field(default_factory=asyncio.Event)  # cleared by a pause
     _paused: asyncio.Event = field(default_factory=asyncio.Event)
+    _known: set[str] = field(default_factory=set)  # sequences that an abort finds
+    _cut: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._goes_on.set()
+        self.arrives.set()
 
     @property
     def is_going_on(self) -> bool:
@@ -137,6 +145,8 @@ class FakeServer:
         if self.breaks_next_health:
             self.breaks_next_health = False
             return StreamingResponse(_broken(), headers={"content-length": "2"})
+        if self.is_unwell:
+            return JSONResponse({}, 503)
         return await self._ok()
 
     async def _pause(self) -> dict[str, Any]:
@@ -289,14 +299,16 @@ class FakeServer:
 
     async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
         self.aborted.append(body["rid"])
+        self._cut |= {body["rid"]} & self._known  # of others it says the same, and does nothing
         return await self._ok()
 
     def _is_cut_short(self, rid: str) -> bool:
-        return not self.is_deaf and (rid in self.aborted or self._paused.is_set())
+        return not self.is_deaf and (rid in self._cut or self._paused.is_set())
 
     async def _run_until_aborted(self, body: dict[str, Any]) -> Any:
         """One sequence, with a token by then."""
         self.running += 1
+        self._known.add(body["rid"][0])
         async with asyncio.timeout(20):
             while not self._is_cut_short(body["rid"][0]):  # noqa: ASYNC110  another request tells
                 await asyncio.sleep(0.01)
@@ -321,6 +333,9 @@ class FakeServer:
             self.is_next_late = False
             self.holding.set()
             await self._paused.wait()
+        if not self.arrives.is_set():
+            self.holding.set()
+            await self.arrives.wait()
         await self._goes_on.wait()
 
     async def _generate(self, body: dict[str, Any]) -> Any:
@@ -331,6 +346,10 @@ class FakeServer:
             isinstance(ids, list) and self.forbidden in ids for ids in body["input_ids"]
         ):
             return JSONResponse({"error": {"message": "Input is not allowed"}}, 400)
+        if self.failing in body["input_ids"][0:1] or any(
+            isinstance(ids, list) and self.failing in ids for ids in body["input_ids"]
+        ):
+            return self._fail(body)
         if self.holds_next_score and body.get("logprob_start_len", -1) >= 0:
             return await self._until_paused(body)
         if isinstance(body["input_ids"][0], int):
@@ -348,6 +367,16 @@ class FakeServer:
             self._answer(ids, sampling, body)
             for ids, sampling in zip(body["input_ids"], body["sampling_params"], strict=True)
         ]
+
+    def _fail(self, body: dict[str, Any]) -> Any:
+        words = "Input is too much"
+        if not body.get("stream"):
+            return JSONResponse({"error": {"message": words}}, self.failure)
+        meta = {"type": "abort", "message": words, "status_code": self.failure}
+        answer = {"output_ids": [], "meta_info": {"finish_reason": meta}, "index": 0}
+        answer["meta_info"]["weight_version"] = self.label  # type: ignore[index]
+        line = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
+        return StreamingResponse(iter([line]), media_type="text/event-stream")
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
         """Half of every sequence, then the whole, as SGLang does: each answer from its start."""
@@ -368,11 +397,15 @@ class FakeServer:
         self, ids: list[int], sampling: dict[str, Any], body: dict[str, Any]
     ) -> dict[str, Any]:
         new = [7] * sampling["max_new_tokens"]
+        if ends := self.own_end is not None and len(new) > 2 and not sampling["ignore_eos"]:
+            new = [7, self.own_end]
         start = int(body.get("logprob_start_len", -1))
         prefix = self._longest_cached(ids, len(ids) - 1 if start < 0 else start)
         scores = self._scores(ids + new, prefix) if self._weights else [0.0] * (len(ids + new) - 1)
         meta: dict[str, Any] = {
-            "finish_reason": {"type": "length", "length": len(new)},
+            "finish_reason": {"type": "stop", "matched": self.own_end}
+            if ends
+            else {"type": "length", "length": len(new)},
             "weight_version": self.label,
             "weight_versions": [{"version": self.label, "start": 0, "end": len(new)}],
             "cached_tokens": 0 if self._fault == "keeps_prefixes_secretly" else len(prefix),

@@ -1,6 +1,7 @@
 """What an SGLang server is let sample, and when: calls that meet a pause, an abort, a failure."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 
 from services.rollout.engine.requests import GroupRequest
 from services.rollout.engine.sglang import engine as gate
-from shared.errors import DeadlineExceeded
+from services.rollout.engine.sglang.client import ServerRefused
+from shared.errors import DeadlineExceeded, Retryable
 from shared.messages import SamplingParams
 from tests.engine_contract import PROBE, reference_logprobs
 from tests.integration.fake_sglang import FakeServer
@@ -97,3 +99,94 @@ async def test_who_goes_on_does_not_open_the_gate_of_an_update(tmp_path: Path) -
             assert not done
         world.engine.open_gate()
         await asyncio.wait_for(sampling, 5)
+
+
+async def test_a_request_that_waits_at_the_gate_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """At once, with what it has, and the server never hears of it."""
+    async with attached(FakeServer(), tmp_path) as world:
+        await world.activate(OLD)
+        await world.engine.pause()
+        waiting = asyncio.create_task(world.engine.generate(REQUEST))
+        async with asyncio.timeout(20):
+            while not world.engine.num_waiting:  # noqa: ASYNC110  nobody is woken
+                await asyncio.sleep(0.01)
+        asked = world.fake.calls.count("/generate")
+        await world.engine.abort("group")
+        (one,) = await asyncio.wait_for(waiting, 5)
+        assert (one.finish_reason, len(one.token_ids)) == ("abort", 0)
+        assert world.engine.num_waiting == 0
+        world.engine.go_on()
+        assert world.fake.calls.count("/generate") == asked
+
+
+async def test_an_abort_is_said_again_until_the_server_knows_the_sequence(tmp_path: Path) -> None:
+    """SGLang answers success to an abort of what it has not heard of, and forgets it."""
+    async with attached(FakeServer(), tmp_path) as world:
+        version = await world.activate(OLD)
+        world.fake.endless = frozenset({0})
+        world.fake.arrives.clear()
+        running = asyncio.create_task(world.engine.generate(REQUEST))
+        await asyncio.wait_for(world.fake.holding.wait(), 20)
+        await world.engine.abort("group")
+        async with asyncio.timeout(20):
+            while not world.fake.aborted:  # noqa: ASYNC110  the server's list
+                await asyncio.sleep(0.01)
+        world.fake.arrives.set()
+        (one,) = await asyncio.wait_for(running, 10)
+        assert (one.finish_reason, one.version_spans) == ("abort", [(version, 1)])
+
+
+FAILING = replace(REQUEST, request_id="bad", prompt_token_ids=np.array([255, 1], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("status", "stream_interval", "error"),
+    [(500, 0, ServerRefused), (500, 2, ServerRefused), (503, 0, Retryable), (503, 2, Retryable)],
+)
+async def test_a_request_that_the_server_cannot_serve_is_given_up_and_stops_nobody(
+    tmp_path: Path, status: int, stream_interval: int, error: type[Exception]
+) -> None:
+    """It is asked three times while the gate stays open; being busy is not held against it."""
+    fake = FakeServer(failing=255, failure=status)
+    async with attached(fake, tmp_path, stream_interval=stream_interval) as world:
+        version = await world.activate(OLD)
+        asked = fake.calls.count("/generate")
+        running = asyncio.create_task(world.engine.generate(FAILING))
+        samples = [await asyncio.wait_for(world.sample(), 5) for _ in range(3)]
+        assert samples == [[(version, 4)]] * 3
+        with pytest.raises(error, match="3 calls in a row for bad brought nothing"):
+            await asyncio.wait_for(running, 10)
+        assert fake.calls.count("/generate") - asked == 3 + 3
+        assert world.engine.num_running == 0
+
+
+async def test_calls_that_a_server_lost_which_is_gone_wait_for_the_next(tmp_path: Path) -> None:
+    """That is no fault of the request: it waits at the gate however often it happens."""
+    fake = FakeServer(failing=255, failure=500, is_unwell=True)
+    async with attached(fake, tmp_path) as world:
+        version = await world.activate(OLD)
+        running = asyncio.create_task(world.engine.generate(FAILING))
+        for _ in range(4):
+            async with asyncio.timeout(20):
+                while not world.engine.num_waiting:  # noqa: ASYNC110  nobody is woken
+                    await asyncio.sleep(0.01)
+            world.engine.open_gate()  # as the guard does once a server is there
+            await asyncio.sleep(0)
+        fake.failing, fake.is_unwell = -1, False
+        async with asyncio.timeout(20):
+            while not running.done():
+                world.engine.open_gate()
+                await asyncio.sleep(0.01)
+        assert (await running)[0].version_spans == [(version, 4)]
+
+
+async def test_a_stop_at_a_token_that_nobody_asked_for_is_no_end(tmp_path: Path) -> None:
+    """An attached server ends at its own end-of-text token, too; the sample goes on from it."""
+    async with attached(FakeServer(own_end=9), tmp_path) as world:
+        version = await world.activate(OLD)
+        sampling = SamplingParams(max_response_tokens=4, stop_token_ids=[300])
+        (one,) = await asyncio.wait_for(
+            world.engine.generate(replace(REQUEST, sampling=sampling)), 10
+        )
+        assert one.token_ids.tolist() == [7, 9, 7, 7]
+        assert (one.finish_reason, one.version_spans) == ("length", [(version, 4)])

@@ -12,7 +12,7 @@ The gate is ours, so that nothing is sampled between the load and the proof.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ import structlog
 
 from services.rollout.engine.checks import check_request, check_routes, check_tokens
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
+from services.rollout.engine.sglang.asked import Asked
 from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.generation import (
     Sequence,
@@ -30,13 +31,12 @@ from services.rollout.engine.sglang.generation import (
     request_body,
     score_body,
     scores_of,
-    sequence_id,
     single_bodies,
 )
 from services.rollout.engine.sglang.routes import Tables, joined, routes_of
 from services.rollout.engine.sglang.server import Server
 from shared.errors import DeadlineExceeded, HttpFailed, Retryable
-from shared.tasks import end, wait_for_event
+from shared.tasks import end, first_of, wait_for_event
 
 log = structlog.get_logger()
 
@@ -65,7 +65,8 @@ class SGLangEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._waiting = 0
-        self._ended: set[str] = set()  # requests that were told to end
+        self._asked: dict[str, Asked] = {}  # requests that go on, by id
+        self._health: asyncio.Task[bool] | None = None
         self._hand_over = False  # an update that gives partial completions back
         self._numbers = itertools.count()
 
@@ -85,16 +86,17 @@ class SGLangEngine:
         self._require(request.policy_version)
         sequences = [Sequence.of(i, request.partial.get(i)) for i in request.samples]
         spare = max(0, len(sequences) - (request.enough or len(sequences)))
-        open_ = sequences
+        open_, asked = sequences, Asked(request)
+        self._asked[request.request_id] = asked
         try:
-            while len(open_) > spare:
-                await self._pass_gate(len(open_))
-                await self._sample(request, open_, enough=len(open_) - spare)
+            while len(open_) > spare and await self._pass_gate(len(open_), asked.ended):
+                await self._sample(asked, open_, enough=len(open_) - spare)
                 open_ = [one for one in open_ if one.finish_reason == "abort"]
-                if request.request_id in self._ended or self._hand_over:
+                if asked.ended.is_set() or self._hand_over:
                     break
+                asked.check_served()
         finally:
-            self._ended.discard(request.request_id)
+            del self._asked[request.request_id]
         return [one.completion() for one in sequences]
 
     async def score(
@@ -107,12 +109,12 @@ class SGLangEngine:
         if temperature != 1.0:
             raise ValueError(f"an SGLang server scores at temperature 1, not {temperature:g}")
         for _ in range(_SCORE_TRIES):
-            await self._pass_gate(0)
+            await self._pass_gate(0, asyncio.Event())
             version = self._require(policy_version)
             call_id = f"score-{next(self._numbers)}"
             with self._under_way(call_id, []):  # an update waits for it, and is not scored
                 answers = await self._score_answers(sequences, call_id)
-            if all(is_complete(one) for one in answers):
+            if all(is_complete(one, []) for one in answers):
                 return version, self._scores(sequences, answers)
         raise ServerRefused(f"{_SCORE_TRIES} calls in a row for scores were cut short")
 
@@ -125,12 +127,9 @@ class SGLangEngine:
         return self._scores(sequences, answers)
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; whoever waits for it gets what it has."""
-        for call_id, sequences in list(self._calls.items()):
-            if call_id.rsplit("/", 1)[0] == request_id:
-                self._ended.add(request_id)
-                for one in sequences:
-                    await self.server.client.abort(sequence_id(call_id, one.sample))
+        """End a request now, wherever it is; whoever waits for it gets what it has."""
+        if request_id in self._asked:
+            self._asked[request_id].ended.set()
 
     @asynccontextmanager
     async def quiet(self, *, hand_over: bool, limit_s: float) -> AsyncIterator[None]:
@@ -221,36 +220,53 @@ class SGLangEngine:
             raise Retryable(f"policy version {policy_version} is not held; version {held} is")
         return held
 
-    async def _pass_gate(self, num_sequences: int) -> None:
+    async def _pass_gate(self, num_sequences: int, ended: asyncio.Event) -> bool:
+        """Wait until calls may start; False when the request has `ended` before."""
         self._waiting += num_sequences
         try:
-            while not self._gate.is_set():  # it may be shut again before a waiter has its turn
-                await self._gate.wait()
+            # It may be shut again before a waiter has its turn.
+            while not (self._gate.is_set() or ended.is_set()):
+                await first_of(self._gate, ended)
         finally:
             self._waiting -= num_sequences
+        return not ended.is_set()
 
-    async def _sample(
-        self, request: GroupRequest, sequences: list[Sequence], *, enough: int
-    ) -> None:
+    async def _sample(self, asked: Asked, sequences: list[Sequence], *, enough: int) -> None:
         """One call; the sequences are extended by what it brought, and ended once `enough` are
         complete."""
-        version = self._require(None)
+        version, request = self._require(None), asked.request
         call_id = f"{request.request_id}/{next(self._numbers)}"
         body = request_body(request, sequences, call_id=call_id, spec=self.spec)
+        num_tokens = 0
         with self._under_way(call_id, sequences):
-            if enough < len(sequences):
-                answers = await self._first_answers(body, call_id, enough=enough)
-            else:
-                answers = await self._answers(body, call_id)
+            answers = await self._answers(body, call_id, asked, enough=enough)
             for index, answer in answers.items():
-                one = sequences[index]
-                before = len(one.token_ids)
-                one.extend(answer, policy_version=version)
-                if request.with_routes:
-                    ids = request.prompt_token_ids.tolist() + one.token_ids
-                    found = routes_of(answer["meta_info"], ids, self.spec, self.tables)
-                    one.routes = joined(one.routes, found)
-                self.tokens_sampled += len(one.token_ids) - before
+                one, asking = sequences[index], body["sampling_params"][index]
+                num_tokens += self._extend(one, answer, asked, asking, policy_version=version)
+        self.tokens_sampled += num_tokens
+        if num_tokens:
+            asked.in_vain = 0
+        elif self._gate.is_set():  # no update or pause cut it short, and no server was lost
+            asked.in_vain += 1
+
+    def _extend(
+        self,
+        one: Sequence,
+        answer: dict[str, Any],
+        asked: Asked,
+        asking: dict[str, Any],
+        *,
+        policy_version: int,
+    ) -> int:
+        vocab_size = self.spec.arch.vocab_size
+        num = one.extend(answer, asking, policy_version=policy_version, vocab_size=vocab_size)
+        if asked.request.with_routes:
+            ids = asked.request.prompt_token_ids.tolist() + one.token_ids
+            found = routes_of(answer["meta_info"], ids, self.spec, self.tables)
+            one.routes = joined(one.routes, found)
+        if one.finish_reason == "abort":
+            asked.note_cut(answer)
+        return num
 
     @contextmanager
     def _under_way(self, call_id: str, sequences: list[Sequence]) -> Iterator[None]:
@@ -281,46 +297,77 @@ class SGLangEngine:
             for one, ids in zip(answers, sequences, strict=True)
         ]
 
-    async def _first_answers(
-        self, body: dict[str, Any], call_id: str, *, enough: int
+    async def _answers(
+        self, body: dict[str, Any], call_id: str, asked: Asked, *, enough: int
     ) -> dict[int, dict[str, Any]]:
-        """Each sequence in a call of its own; the rest are aborted when `enough` are complete."""
-        bodies = single_bodies(body)
-        calls = [asyncio.create_task(self._answers(one, call_id)) for one in bodies]
-        running = set(calls)
+        """What each sequence got, by index; the rest are aborted once `enough` are complete, and
+        all once the request has ended. With sequences to spare each has a call of its own."""
+        size = len(body["input_ids"])
+        bodies = [body] if enough == size else single_bodies(body)
+        calls = [asyncio.create_task(self._call(one, call_id, asked)) for one in bodies]
+        running = dict(zip(calls, bodies, strict=True))
+        ending = asyncio.create_task(asked.ended.wait())
         try:
             while running:
-                ended, running = await asyncio.wait(
-                    running, timeout=_ABORT_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
+                is_over = enough <= 0 or asked.ended.is_set()
+                if is_over:
+                    await self._abort(running.values())
+                ended, _ = await asyncio.wait(
+                    running if is_over else {*running, ending},
+                    # Then again: the server may not have known the sequence yet.
+                    timeout=_ABORT_AGAIN_S if is_over else None,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
-                enough -= sum(is_complete(call.result().get(0)) for call in ended)
-                for call, one in zip(calls, bodies, strict=True):
-                    # Also again: the server may not have known the sequence yet.
-                    if enough <= 0 and call in running:
-                        await self.server.client.abort(one["rid"][0])
+                for call in [call for call in running if call in ended]:
+                    stops = running.pop(call)["sampling_params"][0]["stop_token_ids"]
+                    enough -= sum(is_complete(one, stops) for one in call.result().values())
         finally:
-            for call in running:
-                await end(call)
+            for task in (*calls, ending):
+                await end(task)
         found = [call.result() for call in calls]
-        return {index: answers[0] for index, answers in enumerate(found) if 0 in answers}
+        return found[0] if bodies[0] is body else {i: one[0] for i, one in enumerate(found) if one}
 
-    async def _answers(self, body: dict[str, Any], call_id: str) -> dict[int, dict[str, Any]]:
+    async def _abort(self, bodies: Iterable[dict[str, Any]]) -> None:
+        """End the sequences of calls that run; a server that cannot be told loses the calls."""
+        client = self.server.client
+        try:
+            for body in list(bodies):
+                for rid in body["rid"]:
+                    await client.abort(rid)
+        except HttpFailed as err:
+            log.warning("sglang_abort_lost", error=str(err))
+
+    async def _call(
+        self, body: dict[str, Any], call_id: str, asked: Asked
+    ) -> dict[int, dict[str, Any]]:
         """What each sequence of a call got; of a call that was lost, what had come by then."""
         client, server = self.server.client, self.server.spec
-        found: dict[int, dict[str, Any]] = {}
+        size, found = len(body["input_ids"]), dict[int, dict[str, Any]]()
         try:
             if server.stream_interval and not has_routes(body):
                 async for index, answer in client.stream(body, timeout_s=_CALL_S):
-                    found[index] = answer  # noqa: PERF403  kept when the stream breaks
+                    found[index] = answer  # kept when the stream breaks
             else:
                 found = dict(enumerate(await client.generate(body, timeout_s=_CALL_S)))
         except HttpFailed as err:
             if err.status in _REFUSED:
                 raise ValueError(f"SGLang refused {call_id}: {err}") from err
-            # The server is gone; the guard brings another, and the sequences go on from here.
             log.warning("sglang_call_lost", call=call_id, error=str(err))
-            self._gate.clear()
-            return {index: interrupted(answer) for index, answer in found.items()}
-        if len(found) != len(body["input_ids"]):
-            raise ServerRefused(f"{len(found)} of {len(body['input_ids'])} sequences were answered")
+            asked.note_lost(err)
+            await self._shut_if_lost()
+            return {i: interrupted(found[i]) for i in found if i in range(size)}
+        if found.keys() != set(range(size)):
+            raise ServerRefused(f"sequences {sorted(found)} of {size} were answered")
         return found
+
+    async def _shut_if_lost(self) -> None:
+        """No call goes to a server that is gone; the guard brings another, and they go on there.
+
+        One that is well lost this call alone, and the others have nothing to wait for.
+        """
+        if not self._gate.is_set():
+            return
+        if self._health is None or self._health.done():  # one question for all that were lost
+            self._health = asyncio.create_task(self.server.is_well())
+        if not await asyncio.shield(self._health):
+            self._gate.clear()

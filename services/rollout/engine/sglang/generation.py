@@ -18,6 +18,7 @@ from shared.routes import TokenRoutes
 
 _ABORTED = {"type": "abort"}
 _SEED_BITS = 31  # of the server's sampling_seed
+_ROUNDING = 1e-4  # a certain token's log-probability may come out above 0 by as much
 SAME_SCORES = 1e-3  # mean |delta log p| within which two servings of one version agree
 
 
@@ -53,34 +54,50 @@ class Sequence:
             self.routes,
         )
 
-    def extend(self, answer: dict[str, Any], *, policy_version: int) -> None:
-        """Add what one call sampled. `ServerRefused` when it contradicts itself or its version."""
-        ids, meta = [int(token) for token in answer["output_ids"]], answer["meta_info"]
-        pairs = meta.get("output_token_logprobs") or []
-        logprobs = [_number(pair[0]) for pair in pairs[: len(ids)]]
-        if len(logprobs) != len(ids) or [pair[1] for pair in pairs[: len(ids)]] != ids:
-            raise ServerRefused(f"{len(ids)} tokens came with {len(pairs)} log-probabilities")
+    def extend(
+        self,
+        answer: dict[str, Any],
+        asking: dict[str, Any],
+        *,
+        policy_version: int,
+        vocab_size: int,
+    ) -> int:
+        """Add what one call sampled; the number of tokens. `ServerRefused` when it contradicts
+        itself, its version, or the sampling parameters that were `asking` for it."""
+        ids, logprobs = _sampled(answer, vocab_size)
+        meta = answer["meta_info"]
         check_versions(meta, policy_version)
+        reason = finish_reason(meta.get("finish_reason"), asking["stop_token_ids"])
+        _check_end(ids, reason, asking)
         self.token_ids += ids
         self.logprobs += logprobs
         if ids and self.spans and self.spans[-1][0] == policy_version:
             self.spans[-1] = (policy_version, self.spans[-1][1] + len(ids))
         elif ids:
             self.spans.append((policy_version, len(ids)))
-        self.finish_reason = finish_reason(meta["finish_reason"])
+        self.finish_reason = reason
+        if reason == "abort" and len(ids) == asking["max_new_tokens"]:
+            self.finish_reason = "length"  # it was cut short where it ends
+        return len(ids)
 
 
 def interrupted(answer: dict[str, Any]) -> dict[str, Any]:
     """An answer that was still growing, as one that was aborted there."""
-    meta = answer["meta_info"]
-    return answer | {"meta_info": meta | {"finish_reason": meta["finish_reason"] or _ABORTED}}
+    meta = answer.get("meta_info") or {}
+    return answer | {"meta_info": meta | {"finish_reason": meta.get("finish_reason") or _ABORTED}}
 
 
-def finish_reason(reported: dict[str, Any] | None) -> FinishReason:
-    """SGLang's reason in our words; ServerRefused for one that has none."""
-    kind = (reported or {}).get("type")
-    if kind == "stop":
-        return "stop"
+def finish_reason(reported: Any, stops: list[int]) -> FinishReason:
+    """SGLang's reason in our words; ServerRefused for one that has none.
+
+    A stop at a token that nobody asked for, the end-of-text token of its own config, is no end:
+    the sequence goes on from there. "NaN happened" is what SGLang says when it drew a token that
+    does not exist; it puts a stop token in its place.
+    """
+    said = reported if isinstance(reported, dict) else {}
+    kind, matched = said.get("type"), said.get("matched")
+    if kind == "stop" and type(matched) is int:
+        return "stop" if matched in stops else "abort"
     if kind == "length":
         return "length"
     if kind == "abort":
@@ -91,7 +108,7 @@ def finish_reason(reported: dict[str, Any] | None) -> FinishReason:
 def check_versions(meta: dict[str, Any], policy_version: int) -> None:
     """ServerRefused unless every token was sampled under the version that was proven."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
-    found = {str(span["version"]) for span in spans}
+    found = {str(span.get("version")) for span in spans}
     if found != {str(policy_version)}:
         raise ServerRefused(f"tokens are of version {sorted(found)}, {policy_version} is served")
 
@@ -129,10 +146,10 @@ def single_bodies(body: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def is_complete(answer: dict[str, Any] | None) -> bool:
+def is_complete(answer: dict[str, Any], stops: list[int]) -> bool:
     """Whether nothing cut the sequence short."""
-    reported = answer and answer["meta_info"]["finish_reason"]
-    return bool(reported) and finish_reason(reported) != "abort"
+    meta = answer.get("meta_info") or {}
+    return finish_reason(meta.get("finish_reason"), stops) != "abort"
 
 
 def has_routes(body: dict[str, Any]) -> bool:
@@ -191,9 +208,37 @@ def scores_of(answer: dict[str, Any], token_ids: list[int], *, vocab_size: int) 
                 f"the score at position {position} of {len(token_ids)} is of token {pair[1]}, "
                 f"asked was token {token}"
             )
-    return np.array([_number(pair[0]) for pair in pairs[1:]], np.float32)
+    return np.array([_logprob(pair[0]) for pair in pairs[1:]], np.float32)
 
 
-def _number(value: float | None) -> float:
+def _sampled(answer: dict[str, Any], vocab_size: int) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probabilities; `ServerRefused` for what cannot have been sampled."""
+    ids, meta = answer.get("output_ids"), answer.get("meta_info")
+    if not isinstance(ids, list) or not isinstance(meta, dict):
+        raise ServerRefused(f"an answer without tokens: {str(answer)[:300]}")
+    pairs = meta.get("output_token_logprobs") or []
+    told = [pair[1] for pair in pairs[: len(ids)] if isinstance(pair, list) and len(pair) > 1]
+    if told != ids:
+        raise ServerRefused(f"{len(ids)} tokens came with {len(pairs)} log-probabilities")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ServerRefused(f"token id {token} is outside the vocabulary of {vocab_size}")
+    return ids, [_logprob(pair[0]) for pair in pairs[: len(ids)]]
+
+
+def _check_end(ids: list[int], reason: FinishReason, asking: dict[str, Any]) -> None:
+    """`ServerRefused` unless the tokens end where they say, within what was asked for."""
+    most, stops = asking["max_new_tokens"], asking["stop_token_ids"]
+    if len(ids) > most or (reason == "length" and len(ids) < most):
+        raise ServerRefused(f"{len(ids)} tokens came, asked were {most}; the server says {reason}")
+    if reason == "stop" and (not ids or ids[-1] not in stops):
+        raise ServerRefused(f"a stop after {ids[-3:]}, which is none of the stop tokens {stops}")
+
+
+def _logprob(value: Any) -> float:
     """JSON has no NaN: the server writes null, and the trainer masks what is not finite."""
-    return float("nan") if value is None else float(value)
+    if value is None:
+        return float("nan")
+    if not isinstance(value, int | float) or value > _ROUNDING:
+        raise ServerRefused(f"log-probability {value} is none: it is to be at most 0")
+    return float(value)

@@ -35,11 +35,23 @@ def answer(ids: list[int], *, version: str = "3", kind: str = "length") -> dict[
     return {
         "output_ids": ids,
         "meta_info": {
-            "finish_reason": {"type": kind},
+            "finish_reason": {"type": kind} | ({"matched": ids[-1]} if kind == "stop" else {}),
             "output_token_logprobs": [[-0.5 - i, token, None] for i, token in enumerate(ids)],
             "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
         },
     }
+
+
+def took(
+    one: Sequence,
+    found: dict[str, object],
+    *,
+    most: int = 9,
+    stops: tuple[int, ...] = (1,),
+    version: int = 3,
+) -> int:
+    asking = {"max_new_tokens": most, "stop_token_ids": list(stops)}
+    return one.extend(found, asking, policy_version=version, vocab_size=ARCH.vocab_size)
 
 
 def request(**changes: object) -> GroupRequest:
@@ -50,10 +62,10 @@ def request(**changes: object) -> GroupRequest:
 
 def test_calls_add_up_to_one_completion_with_exact_spans() -> None:
     one = Sequence(0)
-    one.extend(answer([4, 5], kind="abort"), policy_version=3)
-    one.extend(answer([6], version="4", kind="abort"), policy_version=4)
-    one.extend(answer([], version="4", kind="abort"), policy_version=4)
-    one.extend(answer([1], version="4", kind="stop"), policy_version=4)
+    took(one, answer([4, 5], kind="abort"), version=3)
+    took(one, answer([6], version="4", kind="abort"), version=4)
+    took(one, answer([], version="4", kind="abort"), version=4)
+    took(one, answer([1], version="4", kind="stop"), version=4)
     completion = one.completion()
     assert completion.token_ids.tolist() == [4, 5, 6, 1]
     assert completion.version_spans == [(3, 2), (4, 2)]
@@ -116,31 +128,74 @@ def test_the_context_bounds_what_is_asked_for() -> None:
         ({"output_token_logprobs": [[-1.0, 4, None], [-1.0, 9, None]]}, "log-prob"),
         ({"finish_reason": {"type": "weather"}}, "weather"),
         ({"finish_reason": None}, "unknown"),
+        ({"finish_reason": "length"}, "unknown"),
+        ({"output_token_logprobs": [[-1.0, 4, None], [0.5, 5, None]]}, "0.5 is none"),
+        ({"output_token_logprobs": [[-1.0, 4, None], ["-1", 5, None]]}, "-1 is none"),
+        ({"output_token_logprobs": [[-1.0], 5]}, "2 tokens came with 2 log-prob"),
+        ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "NaN happened"),
+        ({"finish_reason": {"type": "stop"}}, "unknown"),
+        ({"finish_reason": {"type": "stop", "matched": 1}}, r"a stop after \[4, 5\]"),
+        ({"finish_reason": {"type": "length"}}, "2 tokens came, asked were 9"),
     ],
 )
 def test_an_answer_that_contradicts_itself_is_refused(
     change: dict[str, object], words: str
 ) -> None:
-    bad = answer([4, 5])
+    bad = answer([4, 5], kind="abort")
     bad["meta_info"] |= change  # type: ignore[operator]
+    one = Sequence(0)
     with pytest.raises(ServerRefused, match=words):
-        Sequence(0).extend(bad, policy_version=3)
+        took(one, bad)
+    assert (one.token_ids, one.spans) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([4, ARCH.vocab_size], f"{ARCH.vocab_size} is outside the vocabulary"),
+        ([4, -1], "-1 is outside the vocabulary"),
+        ([4, 5.5], "5.5 is outside the vocabulary"),
+        ([4, 5, 6, 7], "4 tokens came, asked were 3"),
+        ([], "0 tokens came, asked were 3"),
+        ([4, 5], "2 tokens came, asked were 3"),
+    ],
+)
+def test_tokens_that_cannot_be_are_refused(ids: list[int], words: str) -> None:
+    with pytest.raises(ServerRefused, match=words):
+        took(Sequence(0), answer(ids), most=3)
+
+
+def test_an_answer_without_its_parts_is_refused() -> None:
+    for part in ("output_ids", "meta_info"):
+        bad = answer([4, 5])
+        del bad[part]
+        with pytest.raises(ServerRefused, match="an answer without tokens"):
+            took(Sequence(0), bad)
+    bad = answer([4, 5])
+    del bad["meta_info"]["finish_reason"]  # type: ignore[attr-defined]
+    with pytest.raises(ServerRefused, match="finish reason None is unknown"):
+        took(Sequence(0), bad)
+
+
+def test_the_servers_own_end_of_text_is_no_end_where_nobody_asked_for_it() -> None:
+    one = Sequence(0)
+    assert took(one, answer([4, 2], kind="stop"), stops=(1,)) == 2
+    assert one.finish_reason == "abort"  # so that it goes on
+    assert took(one, answer([5, 2], kind="stop"), most=2, stops=(1,)) == 2
+    assert (one.token_ids, one.finish_reason) == ([4, 2, 5, 2], "length")
 
 
 def test_null_is_a_logprob_that_is_not_finite() -> None:
     bad = answer([4])
     bad["meta_info"]["output_token_logprobs"] = [[None, 4, None]]  # type: ignore[index]
     one = Sequence(0)
-    one.extend(bad, policy_version=3)
+    took(one, bad, most=1)
     assert np.isnan(one.logprobs[0])
 
 
 def test_reasons_to_end_are_mapped_and_others_refused() -> None:
-    assert [finish_reason({"type": kind}) for kind in ("stop", "length", "abort")] == [
-        "stop",
-        "length",
-        "abort",
-    ]
+    said = [{"type": "stop", "matched": 1}, {"type": "length"}, {"type": "abort"}]
+    assert [finish_reason(one, [1]) for one in said] == ["stop", "length", "abort"]
 
 
 def test_scores_are_of_the_tokens_that_were_asked_for() -> None:
