@@ -17,7 +17,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from services.rollout.engine.sglang.checkpoint import read_folder
+from services.rollout.engine.sglang.checkpoint import EXTERNAL_CLASS, read_folder
 from tests.engine_contract import reference_logprobs
 from tests.integration.sglang_parts import GROUPS, Group, Serializer, unflattened
 from tests.served import served
@@ -52,10 +52,13 @@ class FakeServer:
     url: str = ""
     label: str = "default"
     stale: str = ".attn."  # tensors whose copies stay behind
+    version: str = "0.5.23"
+    architecture: str = EXTERNAL_CLASS
     page_size: int = 1
     ranks: int = 1  # of tensor parallelism
     chunk: int = 0  # scores behind so many tokens are of the token before
     session: Literal["none", "open", "loaded"] = "none"
+    is_sick: bool = False
     breaks_next_health: bool = False  # the connection, not the server
     breaks_next_stream: bool = False  # in the middle of every sequence
     keeps_rebuilt_prefixes: bool = False  # those of a state that was stale
@@ -72,6 +75,7 @@ class FakeServer:
     endless: frozenset[int] = frozenset()  # samples that run until they are aborted
     running: int = 0  # of the endless ones
     aborted: list[str] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)  # addresses of process groups
     started_from: list[str] = field(default_factory=list)
     asked: list[list[list[int]]] = field(default_factory=list)  # input_ids of each stream
     _weights: dict[str, Any] = field(default_factory=dict)
@@ -142,6 +146,8 @@ class FakeServer:
         return {"success": True, "message": ""}
 
     async def _health(self) -> Any:
+        if self.is_sick:
+            return JSONResponse({"detail": "the scheduler does not answer"}, 503)
         if self.breaks_next_health:
             self.breaks_next_health = False
             return StreamingResponse(_broken(), headers={"content-length": "2"})
@@ -160,10 +166,10 @@ class FakeServer:
         return await self._ok()
 
     async def _info(self) -> dict[str, Any]:
-        return {"version": "0.5.23", "tp_size": self.ranks, "page_size": self.page_size}
+        return {"version": self.version, "tp_size": self.ranks, "page_size": self.page_size}
 
     async def _model(self) -> dict[str, Any]:
-        return {"weight_version": self.label, "model_path": "fake", "is_generation": True}
+        return {"weight_version": self.label, "architectures": [self.architecture]}
 
     async def _flush(self) -> dict[str, Any]:
         if not self._fault.startswith("keeps_prefixes"):
@@ -195,6 +201,7 @@ class FakeServer:
 
     async def _join(self, body: dict[str, Any]) -> dict[str, Any]:
         assert body["world_size"] == self.ranks + 1
+        self.joined.append(f"{body['master_address']}:{body['master_port']}")
         GROUPS.setdefault(body["group_name"], Group()).is_joined.set()
         return await self._ok()
 

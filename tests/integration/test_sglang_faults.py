@@ -13,10 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from torch import Tensor
 
 from services.rollout.engine.requests import EngineSpec, GroupRequest
+from services.rollout.engine.sglang import reach
+from services.rollout.engine.sglang.__main__ import started
 from services.rollout.engine.sglang.checkpoint import write_folder
 from services.rollout.engine.sglang.client import ServerRefused, SGLangClient
 from services.rollout.engine.sglang.dialects import dialect_of
@@ -106,13 +109,13 @@ async def attached(
         if isinstance(server, Ours):
             server.fake = fake
             write_folder(folder / FIRST, variant(0), {})
-        await server.start(folder / FIRST)
-        engine = SGLangEngine(engine_spec, server)
-        dialect = dialect_of(await server.client.endpoints())
-        assert dialect == fake.dialect
-        sends = transport_of(transport)
-        versions = Versions(engine, spec, folder=folder, dialect=dialect, transport=sends)
         try:
+            await server.start(folder / FIRST)
+            engine = SGLangEngine(engine_spec, server)
+            dialect = dialect_of(await server.client.endpoints())
+            assert dialect == fake.dialect
+            sends = transport_of(transport)
+            versions = Versions(engine, spec, folder=folder, dialect=dialect, transport=sends)
             yield Attached(fake, engine, versions, folder)
         finally:
             await server.stop()
@@ -183,6 +186,39 @@ async def test_tensors_reach_every_rank_in_each_dialect(
             number = await world.activate(stored)
             assert await world.sample() == [(number, 4)]
         assert "/update_weights_from_disk" not in fake.calls
+
+
+@pytest.mark.usefixtures("sglang_parts")
+async def test_a_server_elsewhere_meets_us_at_our_address_and_is_loaded_back_without_our_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "_ends", lambda url: ("192.0.2.7", "192.0.2.8"))
+    async with attached(FakeServer(), tmp_path, transport="gloo") as world:
+        old = await world.activate(OLD)
+        world.fake.faults = ["refuses"]
+        with pytest.raises(WeightsCorrupt, match="partially updated"):
+            await world.activate(NEW)
+        assert await world.sample() == [(old, 4)]
+        world.fake.forget()
+        await world.versions.recover()
+        assert await world.sample() == [(old, 4)]
+        assert {one.rpartition(":")[0] for one in world.fake.joined} == {"192.0.2.7"}
+        assert "/update_weights_from_disk" not in world.fake.calls
+
+
+async def test_memory_is_not_handed_to_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "_ends", lambda url: ("192.0.2.7", "192.0.2.8"))
+    with pytest.raises(ServerFailed, match="is on another host, which cannot map"):
+        async with attached(FakeServer(), tmp_path, transport="tensor"):
+            pass
+
+
+def test_this_host_is_here_and_another_is_not() -> None:
+    for url in ("http://127.0.0.1:9", "http://127.0.0.9:9", "http://localhost:9/"):
+        assert reach.is_here(url)
+    assert reach.own_address("http://127.0.0.1:9") == "127.0.0.1"
 
 
 TENSOR_FAULTS: list[Fault] = [
@@ -487,6 +523,40 @@ async def test_an_attached_server_that_came_back_is_loaded_again(tmp_path: Path)
         assert await world.sample() == [(old, 4)]
         found = await world.engine.score_now(PROBE)
         np.testing.assert_allclose(found[0], reference_logprobs(OLD, PROBE[0]), atol=1e-5)
+
+
+async def test_a_server_of_another_model_is_refused_at_the_start_and_when_it_comes_back(
+    tmp_path: Path,
+) -> None:
+    fake = FakeServer()
+    async with attached(fake, tmp_path) as world:
+        await world.activate(OLD)
+        spec, server = world.engine.spec, world.engine.server
+        assert spec.server is not None
+        await started(spec, spec.server, server, tmp_path)
+        fake.architecture = "DeepseekV3ForCausalLM"
+        with pytest.raises(ServerRefused, match=r"serves DeepseekV3ForCausalLM; Tandem\w+ is what"):
+            await started(spec, spec.server, server, tmp_path)
+        fake.forget()
+        with pytest.raises(ServerRefused, match="serves DeepseekV3ForCausalLM"):
+            await world.versions.recover()
+
+
+async def test_a_server_that_came_back_as_another_is_asked_what_it_speaks(tmp_path: Path) -> None:
+    """Upstream went, the fork came, of a version that nobody has seen."""
+    fake = FakeServer()
+    async with attached(fake, tmp_path) as world:
+        old = await world.activate(OLD)
+        fork = FakeServer(dialect="post_process", version="0.5.99")
+        async with serving(fork):
+            world.engine.server.client.url = fork.url
+            with structlog.testing.capture_logs() as logs:
+                await world.versions.recover()
+            assert [one["found"] for one in logs if "untested" in one["event"]] == ["0.5.99"]
+            assert await world.sample() == [(old, 4)]
+            number = await world.activate(NEW)
+            assert await world.sample() == [(number, 4)]
+        assert "/post_process_weights" in fork.calls
 
 
 async def test_scores_of_other_tokens_are_refused_and_the_last_token_is_known(

@@ -19,9 +19,9 @@ import structlog
 from services.rollout.engine.child import begin, told_spans
 from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.engine.sglang.checkpoint import first_tensors, write_folder
-from services.rollout.engine.sglang.dialects import dialect_of
 from services.rollout.engine.sglang.engine import SGLangEngine
-from services.rollout.engine.sglang.launch import check_installed, check_version
+from services.rollout.engine.sglang.identity import identify
+from services.rollout.engine.sglang.launch import check_installed
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import transport_of
@@ -200,10 +200,8 @@ async def started(
         config = config_of(spec, server_spec)
         await asyncio.to_thread(write_folder, folder / FIRST, tensors, config)
     await server.start(folder / FIRST)
-    info = await server.client.info()
-    check_version(str(info.get("version", "unknown")))
-    dialect = dialect_of(await server.client.endpoints())
-    log.info("sglang_serves", version=info.get("version"), dialect=dialect)
+    (architecture,) = config_of(spec, server_spec)["architectures"]
+    dialect = await identify(server.client, architecture=architecture)
     engine = SGLangEngine(spec, server)
     return Versions(engine, server_spec, folder=folder, dialect=dialect, transport=transport)
 

@@ -56,6 +56,11 @@ class SGLangClient:
         answer = await self._ask("/model_info", timeout_s=_CONTROL_S)
         return str(answer["weight_version"])
 
+    async def architectures(self) -> set[str]:
+        """Classes of the model that is loaded, as its config names them."""
+        answer = await self._ask("/model_info", timeout_s=_CONTROL_S)
+        return {str(one) for one in answer.get("architectures") or ()}
+
     async def is_well(self, *, timeout_s: float) -> bool:
         """Whether the scheduler, not only HTTP, answers in time."""
         try:

@@ -1,10 +1,12 @@
 """Which kernels a GPU server of DeepSeek-V4 runs: one readable table of paths and platforms.
 
-Variables and their defaults: SGLang 0.5.23, `sglang/srt/environ.py` ("DSV4 Aiter flags", "Kernels
-and indexer", "cache, GEMM, and distributed"). A path is always set, never left to a default that
-the next release may change, and the launcher logs what it has set.
+Variables and their defaults: SGLang 0.5.17 and 0.5.23, `sglang/srt/environ.py`. On ROCm both set
+some of them themselves whatever they find (`server_args.py`, `arg_groups/model_hook.py`): there the
+table has what they set. A path is always set, never left to a default that the next release may
+change, and the launcher logs what it has set.
 """
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -28,15 +30,16 @@ TABLE: Mapping[str, Mapping[str, Path]] = {
         "plain": Path(_BOTH, {"SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0"}),
     },
     "mhc_pre": {
-        "tilelang": Path(_BOTH, {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "1"}),
+        "tilelang": Path(_CUDA, {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "1"}),
         "torch": Path(_BOTH, {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0"}),
     },
     "mhc_post": {
-        "tilelang": Path(_BOTH, {"SGLANG_OPT_USE_TILELANG_MHC_POST": "1"}),
+        "tilelang": Path(_CUDA, {"SGLANG_OPT_USE_TILELANG_MHC_POST": "1"}),
         "torch": Path(_BOTH, {"SGLANG_OPT_USE_TILELANG_MHC_POST": "0"}),
     },
     "attention": {
         "flashmla": Path(_CUDA, {}),
+        # On gfx950 alone, and not in 0.5.17.
         "aiter_sparse": Path(_ROCM, {"SGLANG_HACK_FLASHMLA_BACKEND": "aiter_sparse"}),
         "tilelang": Path(_ROCM, {"SGLANG_HACK_FLASHMLA_BACKEND": "tilelang"}),
         "triton": Path(_ROCM, {"SGLANG_HACK_FLASHMLA_BACKEND": "triton"}),
@@ -63,7 +66,7 @@ TABLE: Mapping[str, Mapping[str, Path]] = {
     },
 }
 
-# What "auto" means: the first is what a server of that platform runs fastest.
+# What "auto" means: what runs on every GPU of the platform with every version that we know.
 PRESETS: Mapping[Platform, Kernels] = {
     "cuda": Kernels(
         # Not deep_gemm: newer servers keep split copies of the mixing matrices for it, and then
@@ -78,26 +81,27 @@ PRESETS: Mapping[Platform, Kernels] = {
     ),
     "rocm": Kernels(
         mhc_prenorm="plain",
-        mhc_pre="tilelang",
-        mhc_post="tilelang",
-        attention="aiter_sparse",
+        mhc_pre="torch",
+        mhc_post="torch",
+        attention="tilelang",
         indexer="aiter",
         compressor="paged",
         hash_topk="fused",
     ),
 }
 
+_LAST_WITHOUT_COPIES = (0, 5, 17)
+
 # Online updates need these whatever the paths are.
 FOR_UPDATES: Mapping[str, str] = {
     # With 1 the grouped output matrix is packed at load, and every reload asserts.
     "SGLANG_OPT_FP8_WO_A_GEMM": "0",
-    # Tensors come in our names and order; the loader's own list of a whole checkpoint does not fit.
-    "SGLANG_SKIP_CHECKPOINT_LOAD_CHECK": "1",
 }
 
 
-def chosen(asked: Kernels, platform: Platform) -> Kernels:
-    """The paths of a job, `auto` resolved. ValueError names a path that the platform lacks."""
+def chosen(asked: Kernels, platform: Platform, *, version: str | None = None) -> Kernels:
+    """The paths of a job, `auto` resolved. ValueError names a path that the platform lacks, or with
+    which an SGLang of this version takes no updates."""
     preset = PRESETS[platform]
     paths = {
         part: getattr(preset, part) if getattr(asked, part) == "auto" else getattr(asked, part)
@@ -109,7 +113,17 @@ def chosen(asked: Kernels, platform: Platform) -> Kernels:
             raise ValueError(
                 f"rollout.sglang.kernels.{part} {name!r} is not on {platform}: {', '.join(there)}"
             )
+    if paths["mhc_prenorm"] == "deep_gemm" and version and _numbers(version) > _LAST_WITHOUT_COPIES:
+        raise ValueError(
+            f"rollout.sglang.kernels.mhc_prenorm 'deep_gemm': SGLang {version} keeps copies of the "
+            "mixing matrices for it and refuses every update; 0.5.17 is the last that does not"
+        )
     return Kernels(**paths)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Of a release; what follows it (rc, post, a local name) is left out."""
+    return tuple(int(one) for one in re.findall(r"\d+", version)[:3])
 
 
 def environment(kernels: Kernels, *, fp4_experts: bool) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """How a server is started on each platform: the command line and the environment, with reasons."""
 
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -14,7 +15,6 @@ from services.rollout.engine.sglang.spec import CONTEXT_SPARE, ServerSpec, pytho
 
 log = structlog.get_logger()
 
-TESTED_VERSIONS = ("0.5.17", "0.5.23")
 EXTERNAL_PACKAGE = "services.rollout.engine.sglang.external"
 MARK = "TANDEM_SGLANG_SERVER"  # in the environment of a server and all that it starts
 
@@ -45,19 +45,20 @@ def launch_of(
         arguments += ["--stream-interval", str(server.stream_interval)]
     if server.max_total_tokens is not None:
         arguments += ["--max-total-tokens", str(server.max_total_tokens)]
-    more, variables = _cpu(engine) if server.platform == "cpu" else _gpu(engine, server)
+    more, variables = _cpu(engine, server) if server.platform == "cpu" else _gpu(engine, server)
     arguments += [*more, *server.extra_arguments]
     return Launch(arguments, {**os.environ, **variables, MARK: mark})
 
 
-def _cpu(engine: EngineSpec) -> tuple[list[str], dict[str, str]]:
-    tokens = 2 * engine.max_running_requests * engine.context_length
+def _cpu(engine: EngineSpec, server: ServerSpec) -> tuple[list[str], dict[str, str]]:
     arguments = [
         *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
         "--sleep-on-idle",  # or its scheduler keeps a core busy with waiting
         *("--mem-fraction-static", "0.3"),
-        *("--max-total-tokens", str(tokens)),
     ]
+    if server.max_total_tokens is None:  # what fits would be most of the host's memory
+        tokens = 2 * engine.max_running_requests * engine.context_length
+        arguments += ["--max-total-tokens", str(tokens)]
     return arguments, {
         "PYTHONPATH": python_path(),
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -68,7 +69,7 @@ def _cpu(engine: EngineSpec) -> tuple[list[str], dict[str, str]]:
 
 
 def _gpu(engine: EngineSpec, server: ServerSpec) -> tuple[list[str], dict[str, str]]:
-    kernels = chosen(server.kernels, server.platform)
+    kernels = chosen(server.kernels, server.platform, version=installed_version())
     log.info("sglang_kernels", platform=server.platform, **asdict(kernels))
     arguments = ["--enable-return-routed-experts", *("--mm-feature-transport", "cpu")]
     if engine.record_entries:
@@ -77,7 +78,7 @@ def _gpu(engine: EngineSpec, server: ServerSpec) -> tuple[list[str], dict[str, s
         **environment(kernels, fp4_experts=engine.arch.weight_format == "fp4"),
         # A server compiles what it meets; compiling ahead of that takes minutes at each start.
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
-        "SGLANG_DSV4_MHC_PREWARM": "0",
+        "SGLANG_DSV4_MHC_PREWARM": "0",  # of 0.5.17; later servers have none
         # Ours is set for Megatron; the server compiles parts of what it captures.
         "TORCHDYNAMO_DISABLE": "0",
         "HF_HUB_OFFLINE": "1",
@@ -86,6 +87,14 @@ def _gpu(engine: EngineSpec, server: ServerSpec) -> tuple[list[str], dict[str, s
 
 def interpreter_of(server: ServerSpec) -> str:
     return server.python or sys.executable
+
+
+def installed_version() -> str | None:
+    """Of the SGLang of this interpreter, which is the server's, too; None where it says none."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_installed(server: ServerSpec) -> None:
@@ -97,9 +106,3 @@ def check_installed(server: ServerSpec) -> None:
             f"SGLang is not installed for {sys.executable}: ROLLOUT_SGLANG__PYTHON names the "
             "interpreter that has it"
         )
-
-
-def check_version(found: str) -> None:
-    """An untested version may well work; the log says that nobody has seen it."""
-    if found not in TESTED_VERSIONS:
-        log.warning("sglang_version_untested", found=found, tested=TESTED_VERSIONS)

@@ -2,7 +2,8 @@
 
 The router forwards a sequence to one of its workers and nothing else of use: an update, a pause, a
 flush or a label that it forwarded would reach one server of many. So those go to every worker that
-it names, and a version is proven on every one.
+it names, and a version is proven on every one. A worker that it has since found healthy makes the
+whole unwell, so that all are loaded; what was sampled there by then is lost, and sampled again.
 """
 
 import asyncio
@@ -10,11 +11,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import structlog
 
 from services.rollout.engine.sglang.client import PauseMode, ServerRefused, SGLangClient
-from services.rollout.engine.sglang.generation import SAME_SCORES, single_bodies
+from services.rollout.engine.sglang.generation import SAME_SCORES, check_versions, single_bodies
 from shared.errors import HttpFailed
 from shared.http import HttpClient
+
+log = structlog.get_logger()
 
 _ASK_S = 20.0
 T = TypeVar("T")
@@ -29,10 +33,15 @@ async def client_of(url: str, token: str | None) -> SGLangClient:
             if err.status not in (404, 405):
                 raise
             return SGLangClient(url, token=token)
-    urls = [str(worker["url"]) for worker in answer["workers"] if worker.get("is_healthy")]
+    urls = _healthy(answer)
     if not urls:
         raise ServerRefused(f"the router at {url} has no healthy worker")
     return RoutedClient(url, urls, token=token)
+
+
+def _healthy(answer: dict[str, Any]) -> list[str]:
+    workers = [worker for worker in answer["workers"] if worker.get("is_healthy")]
+    return [str(worker["url"]).rstrip("/") for worker in workers]
 
 
 class RoutedClient(SGLangClient):
@@ -41,6 +50,7 @@ class RoutedClient(SGLangClient):
     def __init__(self, url: str, workers: list[str], *, token: str | None = None) -> None:
         super().__init__(url, token=token)
         self.workers = [SGLangClient(one, token=token) for one in sorted(workers)]
+        self._version: int | None = None  # that every worker was told
 
     async def close(self) -> None:
         await super().close()
@@ -58,21 +68,40 @@ class RoutedClient(SGLangClient):
         """What every worker has."""
         return set.intersection(*await self._all(lambda worker: worker.endpoints()))
 
+    async def architectures(self) -> set[str]:
+        """Of all workers."""
+        return set.union(*await self._all(lambda worker: worker.architectures()))
+
     async def label_served(self) -> str:
         """The one that all carry, or all that there are."""
         found = await self._all(lambda worker: worker.label_served())
         return ", ".join(sorted(set(found)))
 
     async def is_well(self, *, timeout_s: float) -> bool:
+        """Whether every worker answers, and the router has no other ones."""
+        try:
+            urls = _healthy(await self._ask("/workers", timeout_s=timeout_s))
+        except HttpFailed as err:
+            log.warning("sglang_unwell", error=str(err))
+            return False
+        if others := set(urls) - {worker.url for worker in self.workers}:
+            log.warning("sglang_router_has_more_workers", url=self.url, workers=sorted(others))
+            return False
         return all(await self._all(lambda worker: worker.is_well(timeout_s=timeout_s)))
 
     async def generate(self, body: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
         """Each sequence is a call of its own: the router takes no others, and may spread them."""
         url = f"{self.url}/generate"
         calls = [self._sampling.post(url, one, timeout_s=timeout_s) for one in _one_by_one(body)]
-        answers = await _each(calls)
         # A router may wrap the answer of one sequence in a list of one.
-        return [one[0] if isinstance(one, list) else one for one in answers]
+        answers = [one[0] if isinstance(one, list) else one for one in await _each(calls)]
+        try:
+            for one in answers:
+                if self._version is not None:
+                    check_versions(one["meta_info"], self._version)
+        except ServerRefused as err:
+            raise HttpFailed("POST", url, None, f"of a worker that is not loaded: {err}") from err
+        return answers
 
     async def stream(
         self, body: dict[str, Any], *, timeout_s: float
@@ -113,6 +142,7 @@ class RoutedClient(SGLangClient):
 
     async def label(self, policy_version: int) -> None:
         await self._all(lambda worker: worker.label(policy_version))
+        self._version = policy_version
 
     async def change(self, path: str, body: dict[str, Any], *, timeout_s: float) -> None:
         await self._all(lambda worker: worker.change(path, body, timeout_s=timeout_s))

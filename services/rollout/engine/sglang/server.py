@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from services.rollout.engine.requests import EngineSpec
+from services.rollout.engine.sglang import reach
 from services.rollout.engine.sglang.client import ServerRefused, SGLangClient
 from services.rollout.engine.sglang.launch import MARK, interpreter_of, launch_of
 from services.rollout.engine.sglang.router import RoutedClient, client_of
@@ -42,6 +43,7 @@ class Server:
         self.log_file = log_file
         self._mark = mark or uuid.uuid4().hex  # nobody else's
         self.client = SGLangClient(spec.url or "http://127.0.0.1:1", token=spec.token)
+        self.is_here = self.is_ours  # it sees what is on this host
         self._engine = engine
         self._child: asyncio.subprocess.Process | None = None
 
@@ -126,6 +128,12 @@ class Server:
             raise ServerFailed(
                 f"{self.client.url} is a router: its workers are updated from disk, "
                 f"not by {self.spec.transport}"
+            )
+        self.is_here = await asyncio.to_thread(reach.is_here, self.client.url)
+        if self.spec.transport == "tensor" and not self.is_here:
+            raise ServerFailed(
+                f"{self.client.url} is on another host, which cannot map this one's memory: "
+                "transport = disk needs a folder that both see, gloo and nccl a network"
             )
         return True
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from services.rollout.engine.sglang import reach
 from services.rollout.engine.sglang.buckets import Bucket, buckets_of
 from services.rollout.engine.sglang.checkpoint import dtype_name, read_folder
 from services.rollout.engine.sglang.client import SGLangClient
@@ -143,9 +144,10 @@ class ProcessGroup:
         from sglang.srt.utils import init_custom_process_group
 
         ranks = await _num_ranks(client)
-        port = free_port()
+        port, address = free_port(), await asyncio.to_thread(reach.own_address, client.url)
+        where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         body = {
-            "master_address": "127.0.0.1",
+            "master_address": address,
             "master_port": port,
             "rank_offset": 1,
             "world_size": ranks + 1,
@@ -157,7 +159,7 @@ class ProcessGroup:
             asyncio.to_thread(
                 init_custom_process_group,
                 backend=self._backend,
-                init_method=f"tcp://127.0.0.1:{port}",
+                init_method=f"tcp://{where}",
                 world_size=ranks + 1,
                 rank=0,
                 group_name=_GROUP,

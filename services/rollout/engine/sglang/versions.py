@@ -27,6 +27,7 @@ from services.rollout.engine.sglang.dialects import Dialect, loading, rebuild
 from services.rollout.engine.sglang.engine import SGLangEngine
 from services.rollout.engine.sglang.fingerprint import checksum_of
 from services.rollout.engine.sglang.generation import SAME_SCORES
+from services.rollout.engine.sglang.identity import identify
 from services.rollout.engine.sglang.limits import Limit
 from services.rollout.engine.sglang.restarts import Restarts
 from services.rollout.engine.sglang.routes import Tables
@@ -136,11 +137,13 @@ class Versions:
         await self._server.stop()  # calls that hung with it fail now
         await self.engine.close_gate()
         await self._server.start(self.good.folder if self.good else self._folder / FIRST)
+        (architecture,) = config_of(self.engine.spec, self._spec)["architectures"]
+        self._dialect = await identify(self._server.client, architecture=architecture)
         if self.good is not None:
             limit = self._limit(f"version {self.good.policy_version} to serve again")
             async with limit.kept():
                 if not self._server.is_ours:  # whoever brought it back did not know this version
-                    await self._load(self.good.folder, Disk(), limit)
+                    await self._load(self.good.folder, self._way_back(), limit)
                 await self._prove_same(self.good, limit)
                 await self._label(self.good)
         self._is_whole = True
@@ -161,6 +164,11 @@ class Versions:
 
     def _limit(self, what: str) -> Limit:
         return Limit.of(what, self._spec.update_deadline_s)
+
+    def _way_back(self) -> Transport:
+        """From disk, which needs nothing but the server; or as versions come, where that sees none
+        of our folders."""
+        return Disk() if self._server.is_here else self.transport
 
     async def _label(self, version: Good) -> None:
         """Name what was proven; ServerRefused when the name is not taken."""
@@ -303,7 +311,7 @@ class Versions:
         limit = self._limit(f"version {good.policy_version} to be loaded back")
         try:
             async with limit.kept():
-                await self._load(good.folder, Disk(), limit)
+                await self._load(good.folder, self._way_back(), limit)
                 await self._prove_same(good, limit)
         except _FAILURES as err:
             log.warning("sglang_restarted", reason=str(err))

@@ -44,14 +44,48 @@ def test_a_path_that_the_platform_lacks_is_refused_by_name() -> None:
 
 def test_one_choice_changes_its_variables_alone() -> None:
     preset = environment(chosen(Kernels(), "rocm"), fp4_experts=True)
-    other = environment(chosen(Kernels(mhc_pre="torch"), "rocm"), fp4_experts=True)
+    other = environment(chosen(Kernels(hash_topk="plain"), "rocm"), fp4_experts=True)
     assert preset["SGLANG_DSV4_FP4_EXPERTS"] == "1"
-    assert dict(preset.items() - other.items()) == {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "1"}
+    assert dict(preset.items() - other.items()) == {"SGLANG_OPT_USE_FUSED_HASH_TOPK": "1"}
 
 
-def test_a_server_without_copies_of_the_mixing_matrices_may_use_deep_gemm() -> None:
-    variables = environment(chosen(Kernels(mhc_prenorm="deep_gemm"), "cuda"), fp4_experts=False)
+@pytest.mark.parametrize("version", [None, "0.5.17", "0.5.17.post1"])
+def test_a_server_without_copies_of_the_mixing_matrices_may_use_deep_gemm(
+    version: str | None,
+) -> None:
+    kernels = chosen(Kernels(mhc_prenorm="deep_gemm"), "cuda", version=version)
+    variables = environment(kernels, fp4_experts=False)
     assert variables["SGLANG_OPT_DEEPGEMM_HC_PRENORM"] == "1"
+
+
+@pytest.mark.parametrize("version", ["0.5.18", "0.5.23", "0.6.0rc1"])
+def test_deep_gemm_is_refused_where_it_would_refuse_every_update(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    server = ServerSpec("/c", platform="cuda", kernels=Kernels(mhc_prenorm="deep_gemm"))
+    with pytest.raises(ValueError, match=f"'deep_gemm': SGLang {version} keeps copies"):
+        launch_of(engine(server), server, model=Path("/c"), port=4000, mark="m")
+
+
+def test_the_rocm_preset_is_what_every_such_gpu_and_version_runs() -> None:
+    """`aiter_sparse` raises on any but gfx950, and servers turn TileLang's mixing off."""
+    preset = chosen(Kernels(), "rocm")
+    assert (preset.attention, preset.mhc_pre, preset.mhc_post) == ("tilelang", "torch", "torch")
+    with pytest.raises(ValueError, match=r"kernels\.mhc_pre 'tilelang' is not on rocm: torch"):
+        chosen(Kernels(mhc_pre="tilelang"), "rocm")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("asked", [None, 8192])
+def test_the_tokens_that_a_job_asks_for_are_the_only_ones_said(
+    platform: str, asked: int | None
+) -> None:
+    server = ServerSpec("/c", platform=platform, max_total_tokens=asked)  # type: ignore[arg-type]
+    arguments = launch_of(engine(server), server, model=Path("/c"), port=4000, mark="m").arguments
+    own = [str(2 * 48 * 4096)] if platform == "cpu" else []
+    given = [arguments[at + 1] for at, one in enumerate(arguments) if one == "--max-total-tokens"]
+    assert given == ([str(asked)] if asked else own)
 
 
 def test_a_job_can_name_exactly_the_paths_that_there_are() -> None:
