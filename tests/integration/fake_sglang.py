@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -422,6 +423,8 @@ class FakeServer:
             meta["output_token_logprobs"] = [
                 [score, token, None] for score, token in zip(scores[at:], new, strict=True)
             ]
+        if body.get("return_routed_experts"):
+            meta["routed_experts"] = self._experts(len(ids + new) - 1)
         if start >= 0:
             last = int(self._weights["head.weight"].shape[0]) - 1 if self._weights else -1
             told = [0 if token == last else token for token in ids]  # as SGLang does
@@ -430,6 +433,16 @@ class FakeServer:
             meta["input_token_logprobs"] = [[score, token, None] for score, token in pairs]
             meta["input_token_logprobs"][0][0] = None
         return {"output_ids": new, "meta_info": meta}
+
+    def _experts(self, num_tokens: int) -> str:
+        """The first experts at every layer with a gate; of hash layers zeros, as SGLang tells."""
+        tables = {name for name in self._weights if name.endswith("tid2eid")}
+        layers = {name for name in self._weights if name.endswith("ffn.gate.weight")}
+        layers = {name for name in layers if name.startswith("layers.")}
+        (width,) = {self._weights[name].shape[1] for name in tables}
+        ids = np.tile(np.arange(width, dtype="<i4"), (num_tokens, len(layers), 1))
+        ids[:, [int(name.split(".")[1]) for name in tables]] = 0
+        return base64.b64encode(ids.tobytes()).decode()
 
     def _longest_cached(self, ids: list[int], most: int) -> tuple[int, ...]:
         """What of the beginning of `ids` was computed before, up to `most` tokens in whole pages.

@@ -361,6 +361,19 @@ async def test_sinks_that_are_stale_are_derived_anew_by_the_server_itself(
         np.testing.assert_allclose(found[0], reference_logprobs(NEW, PROBE[0]), atol=1e-5)
 
 
+async def test_sinks_are_derived_anew_on_the_way_back_too(tmp_path: Path) -> None:
+    """Of a server that keeps them at every load, and that nobody can start again."""
+    fake = FakeServer(stale="attn_sink")
+    async with attached(fake, tmp_path, tensor_parallel=2) as world:
+        old = await world.activate(OLD)
+        fake.faults = ["keeps_stale_sinks"] * 2
+        with pytest.raises(WeightsCorrupt, match="probe"):
+            await world.activate(NEW, noise=1.0)
+        assert await world.sample() == [(old, 4)]
+        found = await world.engine.score_now(PROBE)
+        np.testing.assert_allclose(found[0], reference_logprobs(OLD, PROBE[0]), atol=1e-5)
+
+
 async def test_a_session_that_was_left_open_is_closed_first(tmp_path: Path) -> None:
     """By whoever broke off in the middle of it: the server would begin no other."""
     fake = FakeServer(stale="attn_sink")
@@ -499,6 +512,39 @@ async def test_what_waits_at_the_gate_is_sampled_by_the_new_version(tmp_path: Pa
         assert world.engine.num_running == 0
         world.engine.go_on()
         assert await waiting == [(number, 4)]
+
+
+async def test_hash_layers_that_are_told_as_zeros_are_read_from_the_versions_own_table(
+    tmp_path: Path,
+) -> None:
+    """After an update from the new version's, and what other layers tell is kept as it is."""
+    async with attached(FakeServer(), tmp_path) as world:
+        world.engine.spec = replace(world.engine.spec, record_experts=True)
+        other = dict(NEW)
+        hashed = [name for name in NEW if name.endswith("tid2eid")]
+        other |= {name: NEW[name].flip(0) for name in hashed}
+        assert any(not torch.equal(other[name], NEW[name]) for name in hashed)
+        for stored in (OLD, other):
+            await world.activate(stored)
+            request = GroupRequest(
+                f"routed-{next(world.numbers)}",
+                np.array(PROBE[0], np.int32),
+                [0],
+                SamplingParams(max_response_tokens=4),
+                seed=1,
+                with_routes=True,
+            )
+            (one,) = await world.engine.generate(request)
+            assert one.routes is not None
+            found = one.routes.expert_ids
+            assert found is not None
+            inputs = [*PROBE[0], *one.token_ids.tolist()][:-1]
+            layers = [int(name.split(".")[1]) for name in hashed]
+            for layer, name in zip(layers, hashed, strict=True):
+                assert np.array_equal(found[:, layer], stored[name].numpy()[inputs])
+            told = np.delete(found, layers, axis=1)
+            assert told.size
+            assert np.array_equal(told, np.broadcast_to(np.arange(told.shape[-1]), told.shape))
 
 
 async def test_what_a_stream_brought_before_it_broke_is_kept(tmp_path: Path) -> None:

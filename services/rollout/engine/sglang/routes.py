@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.client import ServerRefused
@@ -24,6 +25,15 @@ from shared.routes import (
 )
 
 Tables = Mapping[int, np.ndarray]  # hash layer -> int [V, k]
+
+
+def tables_of(canonical: Mapping[str, Tensor]) -> Tables:
+    """Expert ids by token of each hash layer."""
+    return {
+        int(name.split(".")[1]): table.numpy()
+        for name, table in canonical.items()
+        if name.startswith("layers.") and name.endswith(".tid2eid")
+    }
 
 
 def routes_of(

@@ -10,7 +10,6 @@ fresh server of the new version.
 
 import asyncio
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from services.rollout.engine.sglang.generation import SAME_SCORES
 from services.rollout.engine.sglang.identity import identify
 from services.rollout.engine.sglang.limits import Limit
 from services.rollout.engine.sglang.restarts import Restarts
-from services.rollout.engine.sglang.routes import Tables
+from services.rollout.engine.sglang.routes import Tables, tables_of
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import Disk, Transport
@@ -142,9 +141,10 @@ class Versions:
         if self.good is not None:
             limit = self._limit(f"version {self.good.policy_version} to serve again")
             async with limit.kept():
-                if not self._server.is_ours:  # whoever brought it back did not know this version
-                    await self._load(self.good.folder, self._way_back(), limit)
-                await self._prove_same(self.good, limit)
+                if self._server.is_ours:
+                    await self._prove_same(self.good, limit)
+                else:  # whoever brought it back did not know this version
+                    await self._load_back(self.good, limit)
                 await self._label(self.good)
         self._is_whole = True
         self.engine.open_gate()
@@ -164,11 +164,6 @@ class Versions:
 
     def _limit(self, what: str) -> Limit:
         return Limit.of(what, self._spec.update_deadline_s)
-
-    def _way_back(self) -> Transport:
-        """From disk, which needs nothing but the server; or as versions come, where that sees none
-        of our folders."""
-        return Disk() if self._server.is_here else self.transport
 
     async def _label(self, version: Good) -> None:
         """Name what was proven; ServerRefused when the name is not taken."""
@@ -311,8 +306,7 @@ class Versions:
         limit = self._limit(f"version {good.policy_version} to be loaded back")
         try:
             async with limit.kept():
-                await self._load(good.folder, self._way_back(), limit)
-                await self._prove_same(good, limit)
+                await self._load_back(good, limit)
         except _FAILURES as err:
             log.warning("sglang_restarted", reason=str(err))
             self.restarts.note()
@@ -322,6 +316,20 @@ class Versions:
                 await self._prove_same(good, limit)
         await self._label(good)
         self._is_whole = True
+
+    async def _load_back(self, good: Good, limit: Limit) -> None:
+        """From disk, which needs nothing but the server; or as versions come, where that sees none
+        of our folders. WeightsCorrupt unless it scores as it did, or does with copies made anew."""
+        await self._load(good.folder, Disk() if self._server.is_here else self.transport, limit)
+        try:
+            await self._prove_same(good, limit)
+        except WeightsCorrupt as err:
+            client = self._server.client
+            if not await rebuild(client, self._dialect, timeout_s=limit.left_s()):
+                raise
+            await client.flush()
+            await self._prove_same(good, limit)
+            log.warning("sglang_state_stale", remedy="rebuild", error=str(err))
 
     async def _prove_same(self, good: Good, limit: Limit) -> None:
         """WeightsCorrupt unless the server scores as it did when this version was proven."""
@@ -389,12 +397,3 @@ def config_of(engine: EngineSpec, server: ServerSpec) -> dict[str, Any]:
         context_length=engine.context_length,
         quantise_activations=engine.quantise_activations,
     )
-
-
-def tables_of(canonical: Mapping[str, Tensor]) -> Tables:
-    """Expert ids by token of each hash layer."""
-    return {
-        int(name.split(".")[1]): table.numpy()
-        for name, table in canonical.items()
-        if name.startswith("layers.") and name.endswith(".tid2eid")
-    }
