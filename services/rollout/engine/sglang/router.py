@@ -97,8 +97,9 @@ class RoutedClient(SGLangClient):
         answers = [one[0] if isinstance(one, list) else one for one in await _each(calls)]
         try:
             for one in answers:
-                if self._version is not None:
-                    check_versions(one["meta_info"], self._version)
+                meta = one.get("meta_info") if isinstance(one, dict) else None
+                if self._version is not None and isinstance(meta, dict):
+                    check_versions(meta, self._version)
         except ServerRefused as err:
             raise HttpFailed("POST", url, None, f"of a worker that is not loaded: {err}") from err
         return answers
