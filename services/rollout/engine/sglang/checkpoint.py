@@ -7,20 +7,24 @@ external model, with cache slots as wide as that model needs.
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from services.rollout.engine.sglang.buckets import Bucket, buckets_of
 from services.rollout.engine.sglang.spec import CONTEXT_SPARE, Platform
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import dequantised, load_release
+from shared.weights.dtypes import TORCH_DTYPES
 
 EXTERNAL_CLASS = "TandemDeepseekV4"
 _SLOT_WIDTH = 16  # of the external model's cache; its class says the same
-_MAX_FILE_BYTES = 2**31
+_MAX_FILE_BYTES = 2**28  # a server reads several files at once
+_WRITERS = 4
+_STORED_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def server_config(
@@ -62,16 +66,34 @@ def first_tensors(checkpoint: Path, arch: Architecture) -> dict[str, Tensor]:
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
     """Fill `folder`, which is made; the config comes last, so that half a folder loads nowhere."""
     folder.mkdir(parents=True)
-    part: dict[str, Tensor] = {}
-    size = number = 0
-    for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > _MAX_FILE_BYTES:
-            save_file(part, folder / f"model-{number:05d}.safetensors")
-            part, size, number = {}, 0, number + 1
-        part[name] = tensor.contiguous()
-        size += tensor.nbytes
-    save_file(part, folder / f"model-{number:05d}.safetensors")
+    with ThreadPoolExecutor(_WRITERS, "folder") as pool:
+        writing = [
+            pool.submit(_write_file, folder / f"model-{number:05d}.safetensors", bucket)
+            for number, bucket in enumerate(buckets_of(tensors, max_bytes=_MAX_FILE_BYTES))
+        ]
+        for one in writing:
+            one.result()
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _write_file(path: Path, bucket: Bucket) -> None:
+    """In the format of https://github.com/huggingface/safetensors#format, straight from where the
+    tensors lie: the library copies each one first, and holds up every other thread. The widest come
+    first, as the library has them: then each is aligned."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in bucket:
+        end, dtype = offset + tensor.nbytes, _STORED_DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [offset, end]}
+        offset = end
+    body = json.dumps(header).encode()
+    body += b" " * (-len(body) % 8)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(body).to_bytes(8, "little") + body)
+        for _, tensor in bucket:
+            left = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+            while left:
+                left = left[file.write(left) :]
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
