@@ -52,7 +52,8 @@ async def comparison(before: Before, after: After, request: Request) -> dict[str
         "after": after,
         "num_problems": len(found.pairs),
         "changes": [
-            {**asdict(one), "is_significant": one.is_significant} for one in found.changes.values()
+            {**asdict(one), "is_significant": found.is_judged and one.is_significant}
+            for one in found.changes.values()
         ],
         "verdict": found.verdict,
         "asked_differently": found.asked_differently,

@@ -65,11 +65,17 @@ class Comparison:
     asked_differently: list[str]  # such as "temperature 0.6 → 1.0"; empty where nothing is known
 
     @property
+    def is_judged(self) -> bool:
+        """Whether what changed is the policy's doing: only where both were asked alike."""
+        return not self.asked_differently
+
+    @property
     def gained(self) -> list[Pair]:
         return [pair for pair in self.pairs if pair.is_gained]
 
     @property
     def lost(self) -> list[Pair]:
+        """Like `gained`, a matter of luck where one side had more samples a problem."""
         return [pair for pair in self.pairs if pair.is_lost]
 
 

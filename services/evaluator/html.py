@@ -7,7 +7,8 @@ from html import escape
 STYLE = """
 :root{color-scheme:light dark;--line:#8884;--good:#059669;--bad:#dc2626;--weak:#8a8f98}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.5rem;margin:.2rem 0}h2{font-size:1.15rem;margin:2rem 0 .3rem}
+h1{font-size:1.5rem;margin:.2rem 0;overflow-wrap:anywhere}.wide{overflow-x:auto}
+h2{font-size:1.15rem;margin:2rem 0 .3rem}
 table{border-collapse:collapse;margin:.5rem 0 1.5rem;width:100%}
 td,th{padding:.25rem .8rem .25rem 0;text-align:left;vertical-align:top}
 th{font-weight:600;border-bottom:1px solid var(--line)}tr+tr td{border-top:1px solid var(--line)}
@@ -52,7 +53,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
         f"<tr>{''.join(_cell('td', cell, n) for cell, n in zip(row, numeric, strict=True))}</tr>"
         for row in rows
     )
-    return f"<table><tr>{names}</tr>{lines}</table>"
+    return f'<div class="wide"><table><tr>{names}</tr>{lines}</table></div>'
 
 
 def link(address: str, text: str) -> Raw:

@@ -22,13 +22,21 @@ from services.evaluator.html import (
 )
 from services.evaluator.samples import GradedSample, Header, ProblemResult
 from services.evaluator.trend import Trend, describe_trend
-from shared.statistics import shown_ks
+from shared.statistics import LEVEL, shown_ks
 
 VERDICTS: dict[Verdict, str] = {
-    "coverage": "coverage: problems are solved now that were not solved in eight samples before",
+    "coverage": "wider coverage: problems are solved now that eight samples did not solve before",
     "sharpening": "sharpening: what could be solved is solved more often, and nothing more can be",
     "undecided": "undecided: neither wider coverage nor sharpening alone is shown",
 }
+HOW_CHANGES_ARE_CALLED = (
+    "A change is called one where the p of Fisher's sign-flip test over problems is at most "
+    f"{100 * LEVEL:g} %. The 95 % intervals beside it decide nothing."
+)
+HOW_RUNS_ARE_CALLED = (
+    "Coverage is wider where pass@8 rose: problems are solved that were not. pass@1 alone rising "
+    "is sharpening: the same problems, solved more surely. "
+)
 
 
 def index_page(
@@ -40,7 +48,7 @@ def index_page(
     if not found:
         return page("Evaluations", paragraph("No evaluation has finished yet."))
     form = "<form action='/evals/compare'><p><button>Compare the two chosen</button></p>"
-    parts = [form]
+    parts = [paragraph(HOW_RUNS_ARE_CALLED + HOW_CHANGES_ARE_CALLED, style="weak"), form]
     for job_id, suites in trends.items():
         parts.append(f'<h2 id="{_text(job_id)}">{_text(job_id)}</h2>')
         for suite, (versions, line) in suites.items():
@@ -85,22 +93,28 @@ def comparison_page(before: Finished, after: Finished, found: Comparison) -> str
     return page(
         f"{before.name} → {after.name}",
         paragraph(f"{len(found.pairs)} problems in both; {only}", style="weak"),
-        _asked_differently(found),
-        Raw(f"<p><b>{_text(VERDICTS[found.verdict])}</b></p>").html,
-        _changes(found),
-        _pairs("Gained", "solved at least once now, never before", found.gained, before, after),
-        _pairs("Lost", "solved at least once before, never now", found.lost, before, after),
+        *(_judged(before, after, found) if found.is_judged else [_unjudged(found)]),
         _pairs("All problems, by change", "", sorted(found.pairs, key=_rise), before, after),
     )
 
 
-def _asked_differently(found: Comparison) -> str:
-    if not found.asked_differently:
-        return ""
-    told = ", ".join(found.asked_differently)
-    return paragraph(
-        f"Not asked alike: {told}. What changed may be the question's doing, not the policy's."
+def _judged(before: Finished, after: Finished, found: Comparison) -> list[str]:
+    return [
+        Raw(f"<p><b>{_text(VERDICTS[found.verdict])}</b></p>").html,
+        _changes(found),
+        paragraph(HOW_CHANGES_ARE_CALLED, style="weak"),
+        _pairs("Gained", "solved at least once now, never before", found.gained, before, after),
+        _pairs("Lost", "solved at least once before, never now", found.lost, before, after),
+    ]
+
+
+def _unjudged(found: Comparison) -> str:
+    """Numbers alone: with more samples more is "gained", whatever the policy."""
+    told = paragraph(
+        f"Not asked alike: {', '.join(found.asked_differently)}. What changed may be the "
+        "question's doing, not the policy's: nothing is called a change, a gain or a loss."
     )
+    return told + _changes(found)
 
 
 def _direction(
@@ -237,19 +251,28 @@ def _extracted(sample: GradedSample) -> str:
 
 
 def _changes(found: Comparison) -> str:
-    head = ("", "#before", "#after", "#difference", "95 % over problems", "#p", "")
-    return table(head, [_change(change) for change in found.changes.values()])
+    head = ("", "#before", "#after", "#difference", "95 % over problems")
+    rows = [_change(change) for change in found.changes.values()]
+    if not found.is_judged:
+        return table(head, rows)
+    judged = [[*row, *_call(one)] for row, one in zip(rows, found.changes.values(), strict=True)]
+    return table((*head, "#p", f"p at most {LEVEL:g}?"), judged)
 
 
 def _change(change: Change) -> list[Cell]:
     difference = change.difference
-    told = "changed" if change.is_significant else "no change is shown"
     return [
         f"pass@{change.k}",
         percent(change.before),
         percent(change.after),
         f"{difference.mean:+.1%}",
         interval((difference.low, difference.high), signed=True),
+    ]
+
+
+def _call(change: Change) -> list[Cell]:
+    told = "changed" if change.is_significant else "no change is shown"
+    return [
         f"{change.p_value:.4f}",
         Raw(f'<span class="{"good" if change.is_significant else "weak"}">{told}</span>'),
     ]

@@ -18,6 +18,7 @@ from shared.statistics import LEVEL, LinearFit, linear_fit, sign_flip_p
 class Trend:
     """`slope` is per unit of x (a step), over problems; `line` treats the means as points."""
 
+    span: float  # of x: how many steps lie between the first and the last
     slope: Interval
     p_value: float
     line: LinearFit
@@ -38,19 +39,21 @@ def trend(x_E: Sequence[float], shares_EP: Array) -> Trend | None:
     slopes_P = centred_E @ shares_EP / float(centred_E @ centred_E)
     (slope,) = clustered_intervals(slopes_P[:, None])
     line = linear_fit(shares_EP.mean(1), x)
-    return Trend(slope, sign_flip_p(slopes_P), line, len(x), shares_EP.shape[1])
+    return Trend(float(np.ptp(x)), slope, sign_flip_p(slopes_P), line, len(x), shares_EP.shape[1])
 
 
 def describe_trend(found: Trend | None) -> str:
-    """One sentence for people."""
+    """One sentence for people: what the line rises over the steps that were seen, in points (1 % of
+    all problems), and nothing beyond them."""
     if found is None:
         return "no trend: it takes two evaluations at different steps"
     slope = found.slope
-    per_100 = [100 * value for value in (slope.mean, slope.low, slope.high)]
+    points = [100 * found.span * value for value in (slope.mean, slope.low, slope.high)]
     verdict = "no trend is shown"
     if found.p_value <= LEVEL and not math.isnan(slope.mean):
         verdict = "rising" if slope.mean > 0 else "falling"
     return (
-        f"{verdict}: {per_100[0]:+.3f} per 100 steps [{per_100[1]:+.3f}, {per_100[2]:+.3f}] over "
+        f"{verdict}: pass@1 {points[0]:+.1f} points over {found.span:g} steps (95 % interval "
+        f"{points[1]:+.1f} to {points[2]:+.1f}, p = {found.p_value:.4f}), by the line through "
         f"{found.num_evaluations} evaluations of {found.num_problems} problems"
     )

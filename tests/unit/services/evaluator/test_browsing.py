@@ -99,8 +99,11 @@ def test_index_shows_every_evaluation_and_where_a_run_is_going(
     names = [keep(tmp_path, version=10 * i, num_right=2 * i) for i in range(3)]
     page = client.get("/evals").text
     assert all(f'href="/evals/{name}"' in page for name in names)
-    assert "rising: +" in page
-    assert "First to last: coverage" in page
+    assert (
+        "rising: pass@1 +50.0 points over 20 steps (95 % interval +50.0 to +50.0, p = 0.00" in page
+    )
+    assert "First to last: wider coverage: problems are solved now" in page
+    assert "Coverage is wider where pass@8 rose" in page
     assert HOSTILE not in page
 
 
@@ -127,6 +130,9 @@ def test_comparison_names_gained_and_lost_problems(client: TestClient, tmp_path:
     page = client.get("/evals/compare", params={"before": before, "after": after}).text
     assert "Gained: 12" in page
     assert "Lost: none" in page
+    assert page.count('<div class="wide"><table>') == page.count("<table>") == 3
+    assert "sign-flip test over problems is at most 2.5 %" in page
+    assert page.count(">changed</span>") == 4
     body: dict[str, Any] = client.get(
         "/v1/evals/compare", params={"before": after, "after": before}
     ).json()
@@ -142,15 +148,18 @@ def test_what_was_asked_differently_is_no_trend_and_no_verdict(
     after = keep(tmp_path, version=10, num_right=5)
     keep(tmp_path, version=20, num_right=5)
     index = client.get("/evals").text
-    assert "rising" not in index
+    assert "rising: " not in index
     assert "tiny, temperature 0.6 → 1.0: no trend is shown" in index
     pair = {"before": before, "after": after}
-    assert (
-        "Not asked alike: temperature 0.6 → 1.0." in client.get("/evals/compare", params=pair).text
-    )
+    page = client.get("/evals/compare", params=pair).text
+    assert "Not asked alike: temperature 0.6 → 1.0." in page
+    assert "All problems, by change: 12" in page
+    judgements = ("undecided", "changed<", "no change", "Gained", "Lost", 'class="good"', "#p")
+    assert [told for told in judgements if told in page] == []
     body = client.get("/v1/evals/compare", params=pair).json()
     assert body["asked_differently"] == ["temperature 0.6 → 1.0"]
     assert body["verdict"] == "undecided"
+    assert not any(change["is_significant"] for change in body["changes"])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.evaluation_alarms import KINDS
 from services.evaluator import statistics
 from services.evaluator.comparison import NotComparable, compare
-from services.evaluator.pages import _change
+from services.evaluator.pages import _call
 from services.evaluator.samples import GradedSample, Header, ProblemResult
 from services.evaluator.statistics import ratio_interval
 from services.evaluator.trend import describe_trend, trend
@@ -65,7 +65,7 @@ def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
 def count_alarms(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], num: int) -> list[int]:
     """How often pass@k "changed", for each k, and how often there was a verdict, as pages tell."""
     found = [compare(evaluation(one, num=num), evaluation(two, num=num)) for one, two in pairs]
-    changed = sum("changed" in str(_change(one.changes[1])[-1]) for one in found)
+    changed = sum("changed" in str(_call(one.changes[1])[-1]) for one in found)
     by_k = [sum(one.changes[k].is_significant for one in found) for k in found[0].changes]
     assert changed == by_k[0]
     return [*by_k, *(sum(one.verdict == v for one in found) for v in ("coverage", "sharpening"))]
@@ -168,9 +168,9 @@ def test_trends_are_told_in_a_sentence() -> None:
     rng = np.random.default_rng(15)
     p = rng.uniform(0.2, 0.5, 80)
     rising = np.array([rng.binomial(N, p + 0.1 * step) / N for step in range(4)])
-    assert describe_trend(trend(range(4), rising)).startswith("rising: +")
+    assert describe_trend(trend(range(4), rising)).startswith("rising: pass@1 +")
     falling = describe_trend(trend(range(4), rising[::-1]))
-    assert falling.startswith("falling: -")
+    assert falling.startswith("falling: pass@1 -")
     level = np.array([rng.binomial(N, p) / N for _ in range(4)])
     assert describe_trend(trend(range(4), level)).startswith("no trend is shown")
     assert trend([5], rising[:1]) is None
