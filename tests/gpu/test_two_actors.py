@@ -7,7 +7,7 @@ CPU; speed, memory and traffic are those of real head dimensions in BF16.
 import json
 import os
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch
 from shared.models.deepseek_v4.checkpoint import write_release
 from shared.planner import plan
 from tests.gpu.actor_run import Load
-from tests.gpu.pair import run_pair
+from tests.gpu.pair import Pair
 from tests.gpu.releases import SINGLE, releases
-from tests.gpu.two_actors import LAYOUTS, job_of, num_ranks
+from tests.gpu.two_actors import LAYOUTS, TURN_FILE, job_of, num_ranks
 from tests.gpu.two_layouts import NAMES
 from tests.integration.test_layouts import (
     ARCHITECTURE,
@@ -38,6 +38,7 @@ Figures = dict[str, Any]
 RELEASES = "GPU_RELEASES"  # a folder that may have release A already
 TWO = [name for name in NAMES if name != "one"]
 GIB = 2**30
+LAYOUT_S = 90.0  # imports, start and three steps
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs two GPUs, here are {torch.cuda.device_count()}"
@@ -51,7 +52,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = random_weights(ARCHITECTURE, seed=3, spread=0.5)
     write_release(release, ARCHITECTURE.with_format("fp8"), weights)
     arguments = [str(release), str(folder)]
-    run_pair("tests.gpu.two_layouts", arguments, log=folder / "log", timeout_s=200)
+    with Pair("tests.gpu.two_layouts", arguments, log=folder / "log") as pair:
+        pair.finish(200)
     return folder
 
 
@@ -93,10 +95,17 @@ def _largest(small: Path, name: str, step: str, *, of_gradients: bool) -> float:
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("actors")
     release = releases(Path(os.environ.get(RELEASES, folder)), ["A"])["A"]
-    arguments = [str(release), str(folder)]
-    # Layouts that are through have left their files, whatever becomes of the next.
-    with suppress(AssertionError):
-        run_pair("tests.gpu.two_actors", arguments, log=folder / "log", timeout_s=280)
+    (folder / TURN_FILE).write_text("")
+    with ExitStack() as stack:  # all import at once, then have the GPUs one after the other
+        pairs = {}
+        for name in LAYOUTS:
+            arguments, log = [str(release), str(folder), name], folder / f"{name}.log"
+            pair = Pair("tests.gpu.two_actors", arguments, log=log, ranks=num_ranks(name))
+            pairs[name] = stack.enter_context(pair)
+        for name, pair in pairs.items():
+            (folder / TURN_FILE).write_text(name)
+            with suppress(AssertionError):  # its own test shows the log
+                pair.finish(LAYOUT_S)
     return folder
 
 
@@ -105,7 +114,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_speed_memory_and_traffic(name: str, real: Path, figures: Figures) -> None:
     load = Load()
     missing = [r for r in range(num_ranks(name)) if not (real / f"{name}.{r}.json").exists()]
-    assert not missing, (real / "log").read_text(errors="replace")[-4000:]
+    assert not missing, (real / f"{name}.log").read_text(errors="replace")[-4000:]
     ranks = [json.loads((real / f"{name}.{r}.json").read_text()) for r in range(num_ranks(name))]
     planned = plan(SINGLE, job_of(Path("A"), name, load))
     kept = figures.setdefault("actor", {})

@@ -1,9 +1,9 @@
-"""The actor with real head dimensions on two GPUs: each layout's speed, memory and traffic.
+"""The actor with real head dimensions on two GPUs: one layout's speed, memory and traffic.
 
-    python -m tests.gpu.two_actors RANK RELEASE OUT [--sequences N --length N --names NAME...]
+    python -m tests.gpu.two_actors RANK RELEASE OUT NAME [--sequences N --length N]
 
-Started once for each rank. Rank r writes `OUT/<layout>.<r>.json`, and a part of every tensor after
-the last step to `<layout>.<r>.npz`.
+Once for each rank; imports first, and then waits until `OUT/turn` has the layout's NAME. Rank r
+writes `OUT/<name>.<r>.json`, and a part of every tensor after the last step to `<name>.<r>.npz`.
 """
 
 import os
@@ -11,10 +11,9 @@ import os
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before megatron is imported
 
 import argparse
-import gc
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
 }
 STEPS = 3  # the first warms up, and its traffic is counted
+TURN_FILE, TURN_S = "turn", 300.0
 GROUP = 8  # sequences
 SHOWN = 256  # numbers of each tensor that are compared
 MESSAGE = 2**30  # bytes, of the bare collectives
@@ -66,25 +66,26 @@ def num_ranks(name: str) -> int:
     return 1 if name == "one" else 2
 
 
-def run_rank(rank: int, release: Path, out: Path, load: Load, names: Sequence[str]) -> None:
-    for name in names:
-        if rank >= num_ranks(name):
-            continue
-        job = job_of(release, name, load)
-        store = dist.FileStore(str(out / f"store-{name}"), num_ranks(name))
-        if not cpu.needed():
-            torch.cuda.set_device(rank)
-            torch.cuda.reset_peak_memory_stats()
-        backend = "gloo" if cpu.needed() else "nccl"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks(name))
-        parallel.initialise(seed=1, layout=job.layout)
-        found = measure(job, load, out / f"{name}.{rank}.npz")
-        if name == names[0]:
-            found["bare"] = bare_collectives()
-        (out / f"{name}.{rank}.json").write_text(json.dumps(found))
-        parallel.leave()
-        gc.collect()
-        torch.cuda.empty_cache()
+def run_rank(rank: int, release: Path, out: Path, load: Load, name: str) -> None:
+    job = job_of(release, name, load)
+    store = dist.FileStore(str(out / f"store-{name}"), num_ranks(name))
+    if not cpu.needed():
+        torch.cuda.set_device(rank)
+    backend = "gloo" if cpu.needed() else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks(name))
+    parallel.initialise(seed=1, layout=job.layout)
+    found = measure(job, load, out / f"{name}.{rank}.npz")
+    if name == "dp2":
+        found["bare"] = bare_collectives()
+    (out / f"{name}.{rank}.json").write_text(json.dumps(found))
+    parallel.leave()
+
+
+def wait_for_turn(out: Path, name: str) -> None:
+    ends_s = time.monotonic() + TURN_S
+    while (out / TURN_FILE).read_text() != name:
+        assert time.monotonic() < ends_s, f"the turn of {name} did not come in {TURN_S} s"
+        time.sleep(0.05)
 
 
 def measure(job: Job, load: Load, shown: Path) -> dict[str, Any]:
@@ -166,12 +167,13 @@ def main() -> None:
     parser.add_argument("rank", type=int)
     parser.add_argument("release", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("name", choices=LAYOUTS)
     parser.add_argument("--sequences", type=int, default=Load.sequences)
     parser.add_argument("--length", type=int, default=Load.length)
-    parser.add_argument("--names", nargs="*", default=list(LAYOUTS))
     given = parser.parse_args()
     load = Load(given.sequences, given.length)
-    run_rank(given.rank, given.release, given.out, load, given.names)
+    wait_for_turn(given.out, given.name)
+    run_rank(given.rank, given.release, given.out, load, given.name)
 
 
 if __name__ == "__main__":
