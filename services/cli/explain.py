@@ -24,14 +24,18 @@ from shared.refusals import fault
 from shared.tokenizer import CheckpointTokenizer
 
 JOB_FILE = "job.json"
-NOISE = {True: 1e-6, False: 1e-4}
-"""By whether activations are rounded: then every count is padded so that a token's bits do not
-depend on its batch, and prefill equals decoding; in FP32 without rounding 5e-6 was measured."""
+NOISE = 1e-6
+"""What is sampled is computed again in the same order, so that bits are equal; another processor
+may still round otherwise."""
 SHOWN_TOKENS = 40
 
 
 class Explanation(BaseModel):
-    """`explain --json`. Of every response token: what was recorded, and what it scores now."""
+    """`explain --json`. Of every response token: what was recorded, and what it scores now.
+
+    `other_order` is how far the same sums come out elsewhere when they run in another order (one
+    prefill): what two machines may differ by on this sample.
+    """
 
     rollout_id: str
     step: int | None
@@ -43,6 +47,7 @@ class Explanation(BaseModel):
     rescored: list[float]
     largest_difference: float
     noise_floor: float
+    other_order: float
 
     @property
     def agrees(self) -> bool:
@@ -69,9 +74,10 @@ def explain(
             job=job,
             folders={version: path.resolve() for version, path in folders.items()},
             token_ids=sample.token_ids,
+            spans=sample.spans,
             temperature=sample.temperature,
         )
-        found = _explanation(sample, await _rescored(request, deadline_s), job)
+        found = _explanation(sample, await _rescored(request, deadline_s))
         if as_json:
             typer.echo(found.model_dump_json())
         else:
@@ -102,26 +108,25 @@ async def _rescored(request: RescoreRequest, deadline_s: float) -> RescoreResult
     return RescoreResult.model_validate_json(answer)
 
 
-def _explanation(sample: RecordedSample, scored: RescoreResult, job: Job) -> Explanation:
+def _explanation(sample: RecordedSample, scored: RescoreResult) -> Explanation:
     """Each token as the version scores it that sampled it."""
-    first = sample.num_prompt_tokens
-    rescored = [
-        scored.logprobs[version][first - 1 + i]
-        for i, version in enumerate(sample.version_of_each())
-    ]
-    difference = np.abs(np.array(rescored) - np.array(sample.logprobs))
     return Explanation(
         rollout_id=sample.rollout_id,
         step=sample.step,
         policy_versions=sample.versions,
         temperature=sample.temperature,
         reward=sample.reward,
-        token_ids=sample.token_ids[first:],
+        token_ids=sample.token_ids[sample.num_prompt_tokens :],
         recorded=sample.logprobs,
-        rescored=rescored,
-        largest_difference=float(difference.max()),
-        noise_floor=NOISE[job.rollout.quantise_activations],
+        rescored=scored.logprobs,
+        largest_difference=_largest(scored.logprobs, sample.logprobs),
+        noise_floor=NOISE,
+        other_order=_largest(scored.logprobs, scored.prefilled),
     )
+
+
+def _largest(ours: list[float], theirs: list[float]) -> float:
+    return float(np.abs(np.array(ours) - np.array(theirs)).max())
 
 
 def _show(found: Explanation, job: Job, console: Console) -> None:
@@ -133,6 +138,7 @@ def _show(found: Explanation, job: Job, console: Console) -> None:
         _table(found, job),
         f"largest difference {found.largest_difference:.3g}, noise floor {found.noise_floor:g}: "
         + ("the same log-probabilities" if found.agrees else "NOT the same log-probabilities"),
+        f"sums in another order move this sample by up to {found.other_order:.3g}",
     ]
     for part in told:
         console.print(part, highlight=False, soft_wrap=not isinstance(part, Table))

@@ -38,10 +38,6 @@ class RecordedSample:
     def versions(self) -> list[int]:
         return sorted({span.policy_version for span in self.spans})
 
-    def version_of_each(self) -> list[int]:
-        """Of every response token."""
-        return [span.policy_version for span in self.spans for _ in range(span.num_tokens)]
-
 
 def find_sample(run_dir: Path, rollout_id: str) -> RecordedSample:
     """Raises `NotRecorded` saying what the run still has."""

@@ -5,22 +5,26 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from shared.job import Job
+from shared.messages import VersionSpan
 
 
 class RescoreRequest(BaseModel):
-    """One sequence, to be scored by the job's sampler under each version in `folders`."""
+    """One completion, to be scored by the job's sampler as it sampled it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     job: Job
     folders: dict[int, Path] = Field(min_length=1, description="version -> its shards and manifest")
     token_ids: list[int] = Field(min_length=2)
+    spans: list[VersionSpan] = Field(min_length=1, description="of the last tokens, in order")
     temperature: float = Field(gt=0)
 
 
 class RescoreResult(BaseModel):
-    """Of tokens 1.. by version."""
+    """Of the response tokens, each under its own version: computed as when they were sampled, and
+    by one prefill, which runs the same sums in another order."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    logprobs: dict[int, list[float]]
+    logprobs: list[float]
+    prefilled: list[float]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.cli.explain import NOISE, Explanation
+from services.cli.explain import Explanation
 from services.rollout.engine.embedded import EmbeddedEngine
 from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.engine.weights import build_version
@@ -105,11 +105,12 @@ async def test_log_probabilities_of_two_versions_come_out_again(runs: Path) -> N
     found = Explanation.model_validate_json(out)
     assert found.policy_versions == [0, 1]
     assert len(found.recorded) == 20
-    assert found.largest_difference <= NOISE[True]
+    assert found.largest_difference == 0
     code, out, _ = await explain(f"{JOB_ID}.g000000.0", runs)
     assert code == 0
     assert "20 tokens of version 0, 1, trained in step 1" in out
     assert "the same log-probabilities" in out
+    assert "sums in another order move this sample by up to" in out
 
 
 async def test_recorded_group_that_no_step_trained_is_found(runs: Path) -> None:
