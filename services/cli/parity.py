@@ -88,6 +88,7 @@ def parity(
     bounds = Bounds(mean=max_mean, p99=max_p99, max=max_largest, k3=max_k3)
 
     async def command() -> int:
+        _check_folders(json_file, html)
         sequences = _read_tokens(tokens) if tokens else None
         if (ours is None) != (theirs is None):
             raise ConfigInvalid("Name two checkpoints, or none to compare the running services.")
@@ -185,6 +186,13 @@ def _show(report: ParityReport, json_file: Path | None, html: Path | None) -> No
     print_report(report, Console())
 
 
+def _check_folders(json_file: Path | None, html: Path | None) -> None:
+    """Before all the work: what it comes to has a place."""
+    for path in (html, None if json_file == Path("-") else json_file):
+        if path is not None and (not path.parent.is_dir() or path.is_dir()):
+            raise ConfigInvalid(f"{path}: expected a file to write in a folder that exists")
+
+
 def _offline_request(ours: str, theirs: str, values: dict[str, Any]) -> OfflineRequest:
     try:
         sides = {"ours": Side.parse(ours), "theirs": Side.parse(theirs)}
@@ -210,7 +218,7 @@ def _read_tokens(path: Path) -> list[list[int]]:
         sequences = json.loads(path.read_text())
     except OSError as err:
         raise ConfigInvalid(fault(err)) from err
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise ConfigInvalid(f"{path}: expected JSON, found none: {err}") from err
     if not isinstance(sequences, list) or not all(_is_tokens(tokens) for tokens in sequences):
         raise ConfigInvalid(f"{path}: expected a JSON list of lists of token ids")

@@ -396,7 +396,9 @@ MUTATIONS: dict[str, Mutation] = {
     "entries turned by their index": _entries_turned_by_index(),
     "entry visible one token late": _entries_visible_late(),
     "indexer off": everywhere("layer 2 · indexer", arch_changed(index_topk=10_000)),
-    "tid2eid zero": everywhere("layer 0 · router", weights_changed("tid2eid", torch.zeros_like)),
+    "tid2eid of one token for all": everywhere(
+        "layer 0 · router", weights_changed("tid2eid", lambda table: table[:1].expand_as(table))
+    ),
     "tid2eid of the token before": everywhere(
         "layer 0 · router", weights_changed("tid2eid", lambda table: table.roll(1, 0))
     ),

@@ -166,6 +166,8 @@ async def _look_inside(asking: "_Asking", plan: LivePlan, tokens: list[list[int]
         inside.notes.append(NO_WALK.format(who=err))
     except ParityFailed as err:
         inside.notes.append(f"inner states could not be compared: {err}")
+    except (ValueError, TypeError, LookupError) as err:  # missing, or of other sizes than asked for
+        raise ParityFailed(f"the states of the two sides do not fit together: {err!r}") from err
     return inside
 
 
@@ -204,6 +206,7 @@ class _Asking:
         }
         url = f"{plan.rollout_url}/v1/generate"
         answer = _read(_Generated, await self._ask("POST", url, body, "the sampler"), url)
+        _check_counts(answer, plan, url)
         samples = [one for result in answer.results for one in result]
         spans = {span.policy_version for one in samples for span in one.version_spans}
         cut_off = any(one.finish_reason == "abort" for one in samples)
@@ -241,7 +244,9 @@ class _Asking:
         version = info.get("policy_version") if isinstance(info, dict) else None
         if version is None:
             raise _OtherVersion("the sampler has no weights yet")
-        return int(version)
+        if type(version) is not int:
+            raise ParityFailed(f"the sampler says that it serves version {version!r}: no number")
+        return version
 
     async def _score(
         self, base_url: str, who: str, tokens: list[list[int]], version: int | None
@@ -353,6 +358,21 @@ def _run(
         notes=[*notes, *inside.notes],
         seconds=seconds,
     )
+
+
+def _check_counts(answer: _Generated, plan: LivePlan, url: str) -> None:
+    """`ParityFailed` unless each prompt has its samples, and each token its log-probability."""
+    if len(answer.results) != len(plan.prompts):
+        found = f"{len(answer.results)} results of {len(plan.prompts)} prompts"
+        raise ParityFailed(f"{url}: the answer has {found}")
+    for prompt, samples in enumerate(answer.results):
+        if len(samples) != plan.num_samples:
+            found = f"{len(samples)} samples, not {plan.num_samples}"
+            raise ParityFailed(f"{url}: prompt {prompt} has {found}")
+        for one in samples:
+            if len(one.logprobs) != len(one.token_ids):
+                found = f"{len(one.logprobs)} log-probabilities of {len(one.token_ids)} tokens"
+                raise ParityFailed(f"{url}: prompt {prompt} has {found}")
 
 
 def _sequence(

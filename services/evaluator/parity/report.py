@@ -114,7 +114,7 @@ class ParityReport(_Part):
     theirs: str
     """The other side."""
     passed: bool
-    """Whether no bound was exceeded."""
+    """Whether no bound was exceeded and no layer walk named a departure."""
     violations: list[str]
     """Which bounds were, one sentence each."""
     bounds: ReportBounds
@@ -184,6 +184,8 @@ def make_report(run: Run, bounds: Bounds, *, decode: Decode | None = None) -> Pa
     """Compare the run's sequences and judge them; `decode` turns token ids to text."""
     found = compare(run.sequences)
     broken = violations(found, bounds)
+    if run.walk is not None and run.walk.first is not None:
+        broken.append(f"the layer walk names a departure: {run.walk.verdict}")
     return ParityReport(
         ours=run.ours,
         theirs=run.theirs,

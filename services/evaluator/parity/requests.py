@@ -11,13 +11,13 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from redis.asyncio import Redis
 
-from services.evaluator.parity.live import LivePlan, ParityFailed, run_live
+from services.evaluator.parity.live import LivePlan, run_live
 from services.evaluator.parity.report import ParityStatus, make_report
 from services.evaluator.requests import Refused
 from services.evaluator.turns import Turns
 from shared.current_job import CurrentJob
 from shared.data import DataError, draw_order, load_rows
-from shared.errors import DeadlineExceeded
+from shared.errors import TandemError
 from shared.http import HttpClient
 from shared.job import Job, expand_path
 from shared.messages import SamplingParams
@@ -149,7 +149,7 @@ class ParityRuns:
         self._set(ParityStatus(parity_id=parity_id, state="running"))
         try:
             found = await run_live(self._http, accepted.plan)
-        except (ParityFailed, DeadlineExceeded) as err:
+        except TandemError as err:
             log.warning("parity_failed", parity_id=parity_id, error=str(err))
             self._set(ParityStatus(parity_id=parity_id, state="failed", error=str(err)))
             return

@@ -183,7 +183,7 @@ def read_config(file: Path) -> Mapping[str, Any]:
     """A config.json, unread; ValueError names a file that is no JSON object."""
     try:
         config = json.loads(file.read_text())
-    except ValueError as err:  # of JSON, or of UTF-8
+    except (ValueError, RecursionError) as err:  # of JSON, of UTF-8, or nested without end
         raise ValueError(f"{file}: expected JSON, found none: {err}") from err
     if not isinstance(config, dict):
         raise _no_object(str(file), config)
@@ -345,13 +345,36 @@ _MAY_BE_ZERO = frozenset(
 )
 
 
+_AT_MOST = {
+    "num_hidden_layers": 1024,
+    "num_nextn_predict_layers": 16,
+    "n_routed_experts": 4096,
+    "n_shared_experts": 64,
+    "num_attention_heads": 4096,
+    "index_n_heads": 4096,
+    "hc_mult": 64,
+    "hc_sinkhorn_iters": 1000,
+}
+"""Four times any model of this kind and more; what every tensor of is named, or looped over."""
+_SIZE_AT_MOST = 1 << 24  # of every other size
+_TENSORS_AT_MOST = 1 << 20
+
+
+def _most(key: str) -> int:
+    return _AT_MOST.get(key, _SIZE_AT_MOST)
+
+
 def _check_sizes(arch: Architecture) -> None:
     for field in fields(arch):
         value, least = getattr(arch, field.name), 0 if field.name in _MAY_BE_ZERO else 1
-        if field.type is int and value < least:
-            raise _error(field.name, f"at least {least}", value)
+        if field.type is int and not least <= value <= (most := _most(field.name)):
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise _error(field.name, bound, value)
         if field.type is float and value <= 0:
             raise _error(field.name, "more than 0", value)
+    experts = (arch.num_hidden_layers + arch.num_nextn_predict_layers) * arch.n_routed_experts
+    if experts > _TENSORS_AT_MOST:
+        raise _error("n_routed_experts of all layers", f"at most {_TENSORS_AT_MOST}", experts)
     for key in ("rope_theta", "compress_rope_theta"):
         if getattr(arch, key) <= 1:
             raise _error(key, "more than 1", getattr(arch, key))

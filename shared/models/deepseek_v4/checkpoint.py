@@ -71,6 +71,7 @@ class Release:
         for file, wanted in by_file.items():
             for name, tensor in _tensors(file, wanted):
                 check_table(name, tensor, self.arch)
+                _check_values(name, tensor)
                 yield name, tensor
 
 
@@ -238,13 +239,32 @@ def _text(kind: tuple[str, tuple[int, ...]]) -> str:
 
 
 def check_table(name: str, tensor: Tensor, arch: Architecture) -> None:
-    """CheckpointInvalid if `name` is an integer table and names experts that do not exist."""
+    """CheckpointInvalid if `name` is an integer table with a row that is no choice of experts."""
     if is_scale(name) or weight_class(name) != "table":
         return
     low, high = int(tensor.min()), int(tensor.max())
     if low < 0 or high >= arch.n_routed_experts:
         bound = f"expert ids in [0, {arch.n_routed_experts})"
         raise CheckpointInvalid(f"{name}: expected {bound}, found {low} to {high}")
+    if tensor.is_floating_point():
+        return  # whoever stores it says so
+    ordered = tensor.sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+    if twice.any():
+        row = int(twice.nonzero()[0])
+        found = tensor[row].tolist()
+        raise CheckpointInvalid(f"{name}: expected distinct experts in row {row}, found {found}")
+
+
+def _check_values(name: str, tensor: Tensor) -> None:
+    """CheckpointInvalid for a BF16 or FP32 tensor with NaN or infinity: no release has any.
+
+    Codes and their scales are checked where they are dequantised.
+    """
+    if tensor.dtype not in (torch.bfloat16, torch.float32) or not tensor.numel():
+        return
+    if not torch.stack(tensor.aminmax()).isfinite().all():
+        raise CheckpointInvalid(f"{name}: expected finite values, found NaN or infinity")
 
 
 def _check_weights(

@@ -29,3 +29,19 @@ def test_what_is_missing_is_named_once(arguments: list[str], said: str, tmp_path
     result = CliRunner().invoke(app, ["parity", *given])
     assert result.exit_code == 1
     assert result.stderr == said.format(nothing=nothing) + "\n"
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_report_without_a_folder_is_refused_before_the_work(option: str, tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "report"
+    result = CliRunner().invoke(app, ["parity", RELEASE, RELEASE, option, str(path)])
+    assert result.exit_code == 1
+    assert result.stderr == f"{path}: expected a file to write in a folder that exists\n"
+
+
+def test_tokens_nested_without_end_are_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 200_000)
+    result = CliRunner().invoke(app, ["parity", RELEASE, RELEASE, "--tokens", str(path)])
+    assert result.exit_code == 1
+    assert f"{path}: expected JSON, found none: " in result.stderr

@@ -82,6 +82,13 @@ WRONG = {
     "a string for a size": ({"hidden_size": "4096"}, "hidden_size.*an integer, found '4096'"),
     "a flag for a size": ({"hidden_size": True}, "hidden_size.*an integer, found True"),
     "zero size": ({"sliding_window": 0}, "sliding_window.*at least 1, found 0"),
+    "experts without end": ({"n_routed_experts": 10**6}, "experts.*at most 4096, found 1000000"),
+    "layers without end": ({"num_hidden_layers": 10**9}, "layers.*at most 1024, found 1000000000"),
+    "a size without end": ({"hidden_size": 1 << 30}, "hidden_size.*at most 16777216, found"),
+    "tensors without end": (
+        {"num_hidden_layers": 1000, "n_routed_experts": 4000},
+        "n_routed_experts of all layers.*at most 1048576, found 4004000",
+    ),
     "other router": ({"scoring_func": "softmax"}, "scoring_func.*sqrtsoftplus.*softmax"),
     "other rope": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.type.*'yarn'.*'linear'"),
     "other block size": (
@@ -185,3 +192,9 @@ def test_architecture_names_and_policy_do_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_config_nested_without_end_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"config.json: expected JSON, found none: .*recursion"):
+        Architecture.load(tmp_path)

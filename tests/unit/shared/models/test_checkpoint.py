@@ -224,6 +224,10 @@ def _foreign_expert(tensors: dict[str, Tensor]) -> None:
     tensors["layers.1.ffn.gate.tid2eid"][5, 0] = 8
 
 
+def _same_expert_twice(tensors: dict[str, Tensor]) -> None:
+    tensors["layers.1.ffn.gate.tid2eid"][5] = 3
+
+
 def _byte_scale(tensors: dict[str, Tensor]) -> None:
     name = "layers.2.attn.wq_b.scale"
     tensors[name] = tensors[name].view(torch.uint8)
@@ -242,6 +246,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "vocabulary": (_shorten_table, r"tid2eid: expected I64 \[320, 2\], found I64 \[300, 2\]"),
     "float table": (_float_table, r"tid2eid: expected I64 \[320, 2\], found F32 \[320, 2\]"),
     "unknown expert": (_foreign_expert, r"tid2eid: expected expert ids in \[0, 8\), found 0 to 8"),
+    "an expert twice": (_same_expert_twice, r"1.ffn.gate.tid2eid: .* row 5, found \[3, 3\]"),
     "scale as bytes": (_byte_scale, r"wq_b.scale: expected F8_E8M0 \[2, 1\], found I8 \[2, 1\]"),
     "one other expert": (_one_fp4_expert, r"experts.3.w2.weight: expected F8_E4M3 .*, found I8"),
 }
@@ -256,6 +261,16 @@ def test_release_that_is_off_is_one_error(release: Path, edit: str) -> None:
         check_stored(tensors, DEMO.with_format("fp8"))
     save_file(tensors, release / "model.safetensors")
     with pytest.raises(CheckpointInvalid, match=message):
+        load_release(release)
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "embed.weight", "layers.0.attn.attn_sink"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_value_that_is_not_finite_is_named(release: Path, name: str, value: float) -> None:
+    tensors = load_file(release / "model.safetensors")
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, release / "model.safetensors")
+    with pytest.raises(CheckpointInvalid, match=f"^{name}: expected finite values"):
         load_release(release)
 
 

@@ -5,12 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from services.evaluator.parity import live
 from services.evaluator.parity.live import LivePlan, ParityFailed, run_live
 from shared.errors import DeadlineExceeded
 from shared.http import HttpClient
 from shared.messages import SamplingParams
+from shared.parity.live_walk import Ask
+from shared.parity.trace import StateArray, Traced, TraceRequest
+from tests.tiny_deepseek_v4 import SMALL
 
 ROLLOUT, TRAINER = "http://rollout", "http://trainer"
 RESPONSE = [7, 8, 9]
@@ -203,3 +208,57 @@ async def test_nothing_sampled_is_said() -> None:
     async with services.client() as http:
         with pytest.raises(ParityFailed, match="every completion is empty"):
             await run_live(http, plan())
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "text"),
+    [
+        ("/v1/generate", [[{}, {}]], "1 results of 2 prompts"),
+        ("/v1/generate", [[{}, {}]] * 3, "3 results of 2 prompts"),
+        ("/v1/generate", [[{}]] * 2, "prompt 0 has 1 samples, not 2"),
+        ("/v1/generate", [[{"logprobs": [-0.1]}] * 2] * 2, "has 1 log-probabilities of 3 tokens"),
+        ("/v1/info", "abc", "serves version 'abc': no number"),
+        ("/v1/info", [1], r"serves version \[1\]: no number"),
+    ],
+)
+async def test_wrong_answers_fail_the_run_by_name(path: str, answer: Any, text: str) -> None:
+    services = Services()
+    body: dict[str, Any] = {"policy_version": answer}
+    if path == "/v1/generate":
+        results = [[services.completion(**one) for one in samples] for samples in answer]
+        body = {"policy_version": 3, "results": results}
+    services.changes["rollout", path] = lambda host, asked: (200, body)
+    async with services.client() as http:
+        with pytest.raises(ParityFailed, match=text):
+            await run_live(http, plan())
+
+
+def states_of(num_experts: int, *, with_logits: bool = True, num_rows: int = 5) -> Ask:
+    async def answer(request: TraceRequest) -> Traced:
+        routers = np.ones((num_rows, num_experts), np.float32)
+        states = {f"layers.{layer}.router": StateArray.of(routers) for layer in range(5)}
+        if with_logits:
+            states["logits"] = StateArray.of(np.ones((num_rows, 512), np.float32))
+        return Traced(policy_version=3, states=[states] * len(request.sequences))
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [states_of(16), states_of(8, with_logits=False), states_of(8, num_rows=2)],
+    ids=["other experts", "no logits", "fewer rows"],
+)
+async def test_states_that_do_not_fit_fail_the_run(
+    wrong: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = Services()
+    sides = {"trainer": states_of(8), "sampler": wrong}
+
+    async def traced(asking: object, url: str, who: str, request: TraceRequest) -> Traced:
+        return await sides[who](request)
+
+    monkeypatch.setattr(live._Asking, "_trace", traced)
+    async with services.client() as http:
+        with pytest.raises(ParityFailed, match="states of the two sides do not fit together"):
+            await run_live(http, plan(arch=SMALL))

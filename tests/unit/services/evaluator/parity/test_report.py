@@ -26,7 +26,9 @@ WALK = WalkResult(
 )
 
 
-def report(*, bad: bool = False, mean: float | None = 0.04) -> ParityReport:
+def report(
+    *, bad: bool = False, mean: float | None = 0.04, walk: WalkResult | None = WALK
+) -> ParityReport:
     ours = np.full(20, -1.0)
     theirs = ours - np.linspace(0, 0.2, 20)
     if bad:
@@ -41,7 +43,7 @@ def report(*, bad: bool = False, mean: float | None = 0.04) -> ParityReport:
         policy_version=7,
         argmax_agreement=0.95,
         routing_agreement={0: 1.0, 1: 0.5},
-        walk=WALK,
+        walk=walk,
         notes=["a note"],
     )
     return make_report(run, Bounds(mean=mean), decode=lambda ids: "<i>" + "|".join(map(str, ids)))
@@ -67,7 +69,7 @@ def test_terminal_says_everything_once() -> None:
         "⟦<i>21⟧",
     ):
         assert text.count(expected) == 1, expected
-    assert "PASS: within the bounds" in shown(report(mean=None))
+    assert "PASS: within the bounds" in shown(report(mean=None, walk=None))
 
 
 def test_json_has_null_for_what_is_not_finite_and_reads_back() -> None:
@@ -104,3 +106,9 @@ def test_page_of_equal_sides_can_be_drawn() -> None:
     assert found.passed
     assert "PASS" in render_page(found)
     assert "did not sample these tokens: k1, k3 are no KL" in shown(found)
+
+
+def test_a_departure_that_the_walk_names_fails_the_report() -> None:
+    found = report(mean=None)
+    assert not found.passed
+    assert found.violations == [f"the layer walk names a departure: {WALK.verdict}"]
