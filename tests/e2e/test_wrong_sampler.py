@@ -39,13 +39,14 @@ async def test_a_job_whose_sampler_computes_otherwise_is_refused(tmp_path: Path)
     started = [trainer, replace(sampler, cwd=wrong_tree(tmp_path / "tree"))]
     document = read_job(ROOT / "configs" / "demo.toml", [])
     async with (
-        asyncio.timeout(90),
         running([broker, started], log_dir=tmp_path / "logs"),
         TandemClient(ports.trainer_url, patience_s=60.0) as client,
     ):
-        job_id = (await client.submit(document)).job_id
-        found = await _first(client, job_id, "preflight_finished")
-        ended = await _first(client, job_id, "job_finished")
+        async with asyncio.timeout(60):  # the trainer is up
+            job_id = (await client.submit(document)).job_id
+        async with asyncio.timeout(60):  # refused within a minute
+            found = await _first(client, job_id, "preflight_finished")
+            ended = await _first(client, job_id, "job_finished")
     assert not found["passed"], found
     assert [one["departs_at"] for one in found["parity"]] == ["layer 0 · mHC merge after attention"]
     assert ended["state"] == "failed"
