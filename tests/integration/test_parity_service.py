@@ -222,7 +222,7 @@ async def test_command_line_compares_checkpoints(tmp_path: Path) -> None:
         *(str(POLICY), f"{POLICY}@served", "--tokens", str(tokens)),
         *("--isolate", "--max-mean", "9", "--html", str(page)),
     )
-    assert (code, err) == (0, "")
+    assert (code, err) == (1, "")
     assert "tiny-dsv4@plain against" in out
     assert "layer walk (isolated): layer 0 ·" in out
     assert "Tokens sent to the same experts" in page.read_text()
