@@ -77,7 +77,7 @@ class _Group:
             self._group.broadcast([data], options).wait(self._left())
         except RuntimeError as err:
             self.note(f"failed/{shard.index}")
-            raise self._named(shard) from err
+            raise self._named(shard, err) from err
         self.note(f"got/{shard.index}")
 
     def note(self, what: str) -> None:
@@ -128,7 +128,7 @@ class _Group:
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
-    def _named(self, shard: ShardEntry) -> DeadlineExceeded:
+    def _named(self, shard: ShardEntry, err: RuntimeError) -> DeadlineExceeded:
         """Who neither has the shard nor says that it failed, hangs or is gone."""
         until_s, silent = time.monotonic() + _GRACE_S, list(self._transfer.members)
         keys = (f"got/{shard.index}", f"failed/{shard.index}")
@@ -141,7 +141,8 @@ class _Group:
                 ]
             time.sleep(_POLL_S)
         who = ", ".join(silent) or "a member whose connection broke"
-        return DeadlineExceeded(f"{who} to take shard {shard.index}", self._transfer.deadline_s)
+        what = f"{who} to take shard {shard.index} ({_last_line(err)})"
+        return DeadlineExceeded(what, self._transfer.deadline_s)
 
 
 def check_settings(transfer: GroupTransfer) -> None:
@@ -156,6 +157,12 @@ def check_settings(transfer: GroupTransfer) -> None:
             f"update.transport = nccl between hosts needs {', '.join(missing)} (actor.env); unset, "
             "NCCL picks an interface by itself and hangs on the wrong one"
         )
+
+
+def _last_line(err: RuntimeError) -> str:
+    """NCCL says at the end of many lines what it is."""
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(err).__name__
 
 
 def _is_loopback(host: str) -> bool:

@@ -21,6 +21,7 @@ from services.rollout.engine.sglang.client import SGLangClient
 from services.rollout.engine.sglang.spec import TransportName
 from services.rollout.engine.sglang.transports import (
     BUCKET_BYTES,
+    NCCL_MEMORY,
     Transport,
     send_bucket,
     transport_of,
@@ -161,6 +162,33 @@ async def test_scores_against_the_reference_on_the_gpu(world: World, figures: Fi
         expected = [_reference_scores(model, text) for text in TEXTS[:2]]
         kept[name] = departure(world.first.fresh[:2], expected)
     assert kept["rounded"]["median"] < 1
+
+
+async def test_nccl_on_the_servers_own_gpu_is_refused(
+    world: World, figures: Figures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU holds one member of a group: both sides are told so, and the old version serves."""
+    monkeypatch.setenv(NCCL_MEMORY, "0")
+    driven = world.first
+    scores, _ = world.fresh("A")
+    await driven.activate(world.staged["A"], 60, probed_as=scores)
+    expected, _ = world.fresh("B")
+    honest, driven.versions.transport = driven.versions.transport, transport_of("nccl")
+    began_s = time.monotonic()
+    try:
+        with pytest.raises(WeightsCorrupt) as caught:
+            await driven.activate(world.staged["B"], 61, probed_as=expected)
+    finally:
+        driven.versions.transport = honest
+    told = {
+        "error": str(caught.value)[-400:],
+        "seconds": round(time.monotonic() - began_s, 2),
+        "scores after it, against before": departure(await driven.scores(), scores),
+        "restarts": driven.versions.restarts,
+    }
+    figures["sglang"].setdefault("faults", {})["NCCL on one GPU"] = told
+    assert told["scores after it, against before"]["max"] == 0
+    assert driven.versions.engine.policy_version == 60
 
 
 @pytest.mark.parametrize("fault", ["query apart from keys", "narrowest first"])
