@@ -37,6 +37,12 @@ def drift_bound(job: Mapping[str, Any]) -> Bound:
     return REPLAYED if _part(actor, "replay").get("routing") else ROUNDED
 
 
+def pauses_above(job: Mapping[str, Any]) -> float | None:
+    """The mean of a step at which the job pauses itself, far beyond what its settings promise."""
+    value = _part(job, "bounds").get("max_mean_abs_delta_logprob")
+    return float(value) if isinstance(value, int | float) else None
+
+
 def _part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     part = document.get(name)
     return part if isinstance(part, Mapping) else {}

@@ -124,7 +124,9 @@ def _delta_mean(axes: Axes, curves: Curves, bound: float) -> None:
         ends = np.array([curves.step[0], curves.step[-1]])
         label = f"fit: {fit.slope:+.1e} a step [{fit.low:+.1e}, {fit.high:+.1e}]"
         axes.plot(ends, [fit.at(x) for x in ends], "--", color=_RED, linewidth=1.2, label=label)
-    axes.axhline(bound, color=_GREY, linewidth=1.2, linestyle=":", label=f"bound {bound:g}")
+    axes.axhline(
+        bound, color=_GREY, linewidth=1.2, linestyle=":", label=f"expected below {bound:g}"
+    )
     if np.nanmax(curves.delta_mean, initial=0.0) < bound / 20:
         axes.set_yscale("log")  # else the curve would lie on the axis
     else:

@@ -33,7 +33,9 @@ def tiles(shown: Iterable[tuple[str, str]]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """Parts that are markup start with '<'; the others are sentences."""
+    """Parts that are markup start with '<'; the others are sentences. Nothing without a part."""
+    if not any(parts):
+        return ""
     body = "".join(
         part if part.startswith("<") else f"<p>{escape(part)}</p>" for part in parts if part
     )
@@ -47,8 +49,12 @@ def figure(figures: dict[str, Path], name: str, *, caption: str = "") -> str:
     encoded = base64.b64encode(figures[name].read_bytes()).decode("ascii")
     description = escape(caption or name.replace("_", " "))
     image = f'<img alt="{description}" src="data:image/png;base64,{encoded}">'
-    told = f'<p class="caption">{description}</p>' if caption else ""
-    return f"<figure>{image}</figure>{told}"
+    return f"<figure>{image}</figure>{note(caption)}"
+
+
+def note(text: str) -> str:
+    """What is above it, for who sees it first."""
+    return f'<p class="caption">{escape(text)}</p>' if text else ""
 
 
 def table(head: Row, rows: Iterable[Row]) -> str:

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlencode
 
 from services.trainer.report import proofs, sentences
 from services.trainer.report.evaluations import Comparison, Evaluation, compare, shown_of
-from services.trainer.report.markup import Row, figure, page, section, table, tiles
+from services.trainer.report.markup import Row, figure, note, page, section, table, tiles
 from services.trainer.report.sentences import number, percent, share, signed_share
 from services.trainer.report.summary import Summary
 from shared.statistics import LEVEL
@@ -21,7 +21,8 @@ CAPTIONS = {
     "reward": "Mean reward of the samples that came for a step, with its moving average and a "
     "straight line through all steps. Training sees the grey curve's groups alone.",
     "delta_logprob": "How far the sampler's log-probability of each sampled token is from the "
-    "trainer's: the mean over a step's tokens above, the worst one in a hundred below.",
+    "trainer's: the mean over a step's tokens above, the worst one in a hundred below. The dotted "
+    "line is what a job of such settings was measured to stay below; no job ends by it.",
     "step_seconds": "What the time of a step went into. Wait is the trainer waiting for groups; "
     "other is what no phase was timed for.",
     "lag": "How many versions behind the trained one a sample's sampler was.",
@@ -124,21 +125,22 @@ def _difference(change: Comparison) -> str:
 
 
 def _pages(summary: Summary) -> str:
-    """Absolute paths: they work where the trainer serves this page, not from a file."""
+    """In words: this page is also read as a file, from where no path leads to a trainer."""
     if not summary.evaluations:
         return ""
     first, last = (
         f"{summary.job_id}/v{one.policy_version:08d}"
         for one in (summary.evaluations[0], summary.evaluations[-1])
     )
-    pair = escape(urlencode({"before": first, "after": last}))
-    links = [
-        f'<a href="/evals#{escape(summary.job_id)}">all evaluations of this run</a>',
-        f'<a href="/evals/{escape(quote(last))}">samples of the last one</a>',
-    ]
+    shown = {
+        "all evaluations of this run": f"/evals#{quote(summary.job_id)}",
+        "samples of the last one": f"/evals/{quote(last)}",
+    }
     if first != last:
-        links.append(f'<a href="/evals/compare?{pair}">first and last compared</a>')
-    return f"<p>While the trainer and its evaluator run: {', '.join(links)}.</p>"
+        pair = urlencode({"before": first, "after": last}, safe="/")
+        shown["first and last compared"] = f"/evals/compare?{pair}"
+    told = "; ".join(f"{what} <code>{escape(path)}</code>" for what, path in shown.items())
+    return f"<p>At the trainer's address, while it and its evaluator run: {told}.</p>"
 
 
 def _evaluations(summary: Summary) -> str:
@@ -194,7 +196,7 @@ def _books(summary: Summary) -> str:
 
 def _preflight(summary: Summary) -> str:
     rows = proofs.preflight_rows(summary.preflight)
-    return table(proofs.PREFLIGHT_HEAD, rows) if rows else ""
+    return table(proofs.PREFLIGHT_HEAD, rows) + note(proofs.PREFLIGHT_COLUMNS) if rows else ""
 
 
 def _attribution(summary: Summary) -> list[str]:

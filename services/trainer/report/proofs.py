@@ -42,6 +42,14 @@ PREFLIGHT_HEAD = (
     "dry update",
 )
 
+PREFLIGHT_COLUMNS = (
+    "|Δ log p| is how far a server's log-probability of each token of the first prompts' "
+    "completions is from the trainer's, on average: with both rounding alike, where little may "
+    "remain, and as the ranks train, which is what the first step will see. Departs at: where in "
+    "the model the two first differ, layer by layer. Dry update: the server takes an update and "
+    "switches nothing; it must come to the checksum of what it serves."
+)
+
 
 def preflight_rows(found: dict[str, Any] | None) -> list[Row]:
     """One for each sampler that was compared."""

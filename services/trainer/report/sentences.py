@@ -78,12 +78,17 @@ def delta_logprob(summary: Summary) -> str:
     )
     if summary.lag_max > 0:
         level += (
-            f" Up to {summary.lag_max:.0f} versions of training lie between the two, and what they"
-            f" changed is part of it."
+            f" Up to {counted(summary.lag_max, 'version')} of training came between the two, and"
+            f" what changed in them is part of it."
         )
     above = f"{values.steps_above} of {values.slope.num_steps} steps were not"
     held = "every step was" if not values.steps_above else above
     level += f" With {values.bound_why} a step's mean should stay below {values.bound:g}: {held}."
+    if values.pauses_above is not None:
+        level += (
+            f" That is what was measured for such settings, and ends no job; this one pauses when a"
+            f" step's mean is above {values.pauses_above:g} (bounds.max_mean_abs_delta_logprob)."
+        )
     if summary.route_bytes:
         level += (
             f" The sampler's choices came along, {number(summary.route_bytes / 1e6)} MB of them "
@@ -109,8 +114,8 @@ def evaluations(summary: Summary) -> str:
         return "No evaluation has finished: only online numbers are known, and they are biased."
     last = summary.evaluations[-1]
     parts = [
-        f"{len(summary.evaluations)} versions were evaluated on {last.num_problems} problems of "
-        f"{last.suite or 'the suite'}, {last.samples_per_problem} samples each."
+        f"Evaluated: {counted(len(summary.evaluations), 'version')}, on {last.num_problems} "
+        f"problems of {last.suite or 'the suite'}, {last.samples_per_problem} samples each."
     ]
     if summary.before_after is not None:
         parts.append(before_after(summary.before_after))
@@ -173,6 +178,11 @@ def share(value: float | None) -> str:
 
 def signed_share(value: float | None) -> str:
     return "–" if value is None or not math.isfinite(value) else f"{value:+.3f}"
+
+
+def counted(num: float, what: str) -> str:
+    """Such as "1 version", "2 versions"."""
+    return f"{num:.0f} {what}" if num == 1 else f"{num:.0f} {what}s"
 
 
 def percent(value: float | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.trainer.report.curves import Curve, Curves
-from services.trainer.report.drift import Bound, drift_bound
+from services.trainer.report.drift import Bound, drift_bound, pauses_above
 from services.trainer.report.evaluations import Comparison, Evaluation, compare_to_first
 from services.trainer.report.events import RunEvents, dropped_by_reason
 from shared.job_sampling import truncation_warning
@@ -48,7 +48,8 @@ class DeltaLogprob:
 
     mean and p99 are means of the steps' values weighted by response tokens; p99_worst_step and max
     are the largest of any step; largest_jump is the largest rise of the mean from one step to the
-    next, so after one weight update. `bound` is what the job's settings promise of a step's mean.
+    next, so after one weight update. `bound` is what the job's settings promise of a step's mean;
+    above `pauses_above` the job pauses.
     """
 
     mean: float
@@ -60,6 +61,7 @@ class DeltaLogprob:
     bound: float
     bound_why: str
     steps_above: int
+    pauses_above: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def summarise(run: RunEvents, curves: Curves, evaluations: list[Evaluation]) -> 
         outcomes=_outcomes(run),
         reward_raw=_reward(curves, curves.reward_raw),
         reward_trained=_reward(curves, curves.reward_trained),
-        delta_logprob=_delta_logprob(curves, drift_bound(job)),
+        delta_logprob=_delta_logprob(curves, drift_bound(job), pauses_above(job)),
         lag_mean=_mean(curves.lag_mean),
         lag_max=_max(curves.lag_max),
         evaluations=evaluations,
@@ -212,7 +214,7 @@ def _reward(curves: Curves, values: Curve) -> Reward:
     )
 
 
-def _delta_logprob(curves: Curves, bound: Bound) -> DeltaLogprob:
+def _delta_logprob(curves: Curves, bound: Bound, pauses: float | None) -> DeltaLogprob:
     rises = np.diff(curves.delta_mean)
     return DeltaLogprob(
         mean=_weighted_mean(curves.delta_mean, curves.response_tokens),
@@ -224,6 +226,7 @@ def _delta_logprob(curves: Curves, bound: Bound) -> DeltaLogprob:
         bound=bound.value,
         bound_why=bound.why,
         steps_above=int((curves.delta_mean >= bound.value).sum()),
+        pauses_above=pauses,
     )
 
 

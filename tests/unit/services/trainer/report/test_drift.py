@@ -53,6 +53,16 @@ def test_the_report_says_whether_it_held(
     assert said in sentences.delta_logprob(run.summary())
 
 
+def test_what_is_expected_and_what_pauses_a_job_are_told_apart(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.add("job_started", job={"bounds": {"max_mean_abs_delta_logprob": 1.5}})
+    run.step(1, reward=0.5, delta=0.01)
+    told = sentences.delta_logprob(run.summary())
+    assert "should stay below 0.04: every step was. That is what was measured" in told
+    assert "this one pauses when a step's mean is above 1.5 (bounds.max_mean" in told
+    assert "Up to 1 version of training came between" in told
+
+
 def test_bytes_of_routes_are_told_where_there_are_any(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.add("job_started", job={"name": "demo"})

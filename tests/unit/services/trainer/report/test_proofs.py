@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from services.trainer.report.proofs import attribution_sentence
+from services.trainer.report.proofs import PREFLIGHT_COLUMNS, PREFLIGHT_HEAD, attribution_sentence
 
 
 def attributed(num_tokens: int, **parts: float) -> dict[str, Any]:
@@ -24,3 +24,9 @@ def test_no_drift_and_no_step_are_told_apart() -> None:
     assert attribution_sentence([]) == ""
     said = attribution_sentence([attributed(10, staleness=0.0, rest=0.0)])
     assert said == "Sampler and trainer agree on every token of the step asked: there is no drift."
+
+
+def test_each_column_of_the_preflight_is_explained() -> None:
+    _, alike, *others = PREFLIGHT_HEAD
+    for column in [*str(alike).split(" rounding "), *others]:
+        assert column.lower() in PREFLIGHT_COLUMNS.lower()

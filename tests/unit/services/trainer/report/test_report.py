@@ -240,7 +240,10 @@ def test_report_of_a_finished_run_is_one_page_with_figures_inside(run: Run) -> N
     assert html.count("data:image/png;base64,") == 5
     assert "<script" not in html
     assert "paired difference of pass@1" in html
-    assert "/evals/compare?before=demo-0001%2Fv00000000&amp;after=demo-0001%2Fv00000004" in html
+    assert "<h2>Offline evaluation</h2>" in html
+    assert "href=" not in html  # read as a file it leads nowhere; where to look is told
+    asked = "/evals/compare?before=demo-0001/v00000000&amp;after=demo-0001/v00000004"
+    assert f"<code>{asked}</code>" in html
     stored = json.loads((run.folder / "summary.json").read_text())
     assert stored["groups"]["trained"] == 8
     assert stored["delta_logprob"]["slope"]["num_steps"] == 4
@@ -254,6 +257,8 @@ def test_report_of_a_run_that_hardly_began(run: Run, num_steps: int) -> None:
         run.step(1, reward=math.nan, delta=0.1)
     html = write_report(run.folder).read_text()
     assert "The job has not ended" in html
+    assert "No evaluation has finished" in html
+    assert "<h2>Offline evaluation</h2>" not in html  # a card without anything in it
     assert json.loads((run.folder / "summary.json").read_text())["steps"] == num_steps
 
 
