@@ -184,7 +184,7 @@ async def test_nccl_on_the_servers_own_gpu_is_refused(
         "error": str(caught.value)[-400:],
         "seconds": round(time.monotonic() - began_s, 2),
         "scores after it, against before": departure(await driven.scores(), scores),
-        "restarts": driven.versions.restarts,
+        "restarts": driven.versions.restarts.total,
     }
     figures["sglang"].setdefault("faults", {})["NCCL on one GPU"] = told
     assert told["scores after it, against before"]["max"] == 0
