@@ -1,6 +1,5 @@
 """The commands: up and demo start processes here; the others speak REST to any trainer."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +21,14 @@ from services.cli.regrade import regrade
 from services.cli.replay import replay
 from services.cli.run import log_to, run
 from services.cli.runs import runs
-from services.cli.stack import MAX_REWARD, MAX_ROLLOUT, check_stack, choose_ports, stack_programs
+from services.cli.stack import (
+    MAX_REWARD,
+    MAX_ROLLOUT,
+    check_stack,
+    choose_ports,
+    stack_programs,
+    tell_restarts,
+)
 from services.cli.tables import job_table, jobs_table
 from services.cli.watch import follow_job
 from services.cli.weights import weights
@@ -103,10 +109,10 @@ def up(
                 console.print(f"dashboard: {ports.trainer_url}/   Ctrl-C stops all")
                 if as_json:
                     typer.echo(json.dumps({"trainer": ports.trainer_url, "ports": ports.by_name()}))
-                await asyncio.Event().wait()
+                await tell_restarts(stack, console)
         return 0
 
-    run(command())
+    run(command(), drains=True)
 
 
 @app.command()
@@ -133,7 +139,7 @@ def demo(
         runs_dir=runs_dir,
         as_json=as_json,
     )
-    run(run_demo(options, Console(stderr=as_json)))
+    run(run_demo(options, Console(stderr=as_json)), drains=True)
 
 
 @app.command()

@@ -86,9 +86,24 @@ async def _run_job(
             rows = {"dashboard": f"{options.ports.trainer_url}/"}
             return rows | ({"restarts": told} if told else {})
 
-        view = await watch_job(client, submitted.job_id, console, notes=notes)
+        try:
+            view = await watch_job(client, submitted.job_id, console, notes=notes)
+        except asyncio.CancelledError:
+            _tell_left(options.runs_dir / submitted.job_id, console)
+            raise
         await _show_end(client, view, options, console)
     return 0 if view.state == "finished" else 1
+
+
+def _tell_left(run_dir: Path, console: Console) -> None:
+    """Of a job that is interrupted: its queue ends with this stack, its folder stays."""
+    console.print(
+        f"{run_dir.name} did not end; what it did is in {run_dir} (events.jsonl, metrics.jsonl). "
+        "A demo is not taken up again: for a job that goes on after a stop, use `tandem up` and "
+        "`tandem submit`.",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 async def _show_end(

@@ -14,18 +14,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.eval_request import Defaults, defaults_of, merged
 from services.cli.run import log_to, run
 from services.cli.stack import choose_ports, offline_programs
 from shared.broker import HOST
 from shared.data.suites import SUITES
 from shared.errors import ConfigInvalid, DeadlineExceeded, HttpFailed, TandemError
 from shared.http import HttpClient
+from shared.job import expand_path
 from shared.local_stack import running
 from shared.refusals import sentences
 from shared.statistics import shown_ks
 
 _POLL_S = 0.3
-DEFAULT_RESPONSE_TOKENS = 4096
+_MISREAD = 0.99  # so many samples without an answer: the grader is wrong, or the policy is none
 
 Number = Annotated[int | None, typer.Option(min=1)]
 
@@ -36,21 +38,31 @@ def evaluate(
         typer.Argument(help="A release directory or runs/<job>/weights/v<version>."),
     ] = None,
     suite: Annotated[
-        str, typer.Option(help=f"Its name; {', '.join(SUITES)} have defaults.")
+        str,
+        typer.Option(help=f"Its name; {', '.join(SUITES)} and those of the run have defaults."),
     ] = "suite",
-    data: Annotated[Path | None, typer.Option(help="JSON lines or parquet.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="JSON lines or parquet; default: the run's, if it has any.")
+    ] = None,
     samples: Annotated[int | None, typer.Option("-k", "--samples", min=1)] = None,
-    temperature: Annotated[float, typer.Option(min=1e-6)] = 1.0,
-    top_p: Annotated[float, typer.Option(min=1e-6, max=1)] = 1.0,
-    max_response_tokens: Number = None,
+    temperature: Annotated[float | None, typer.Option(min=1e-6, help="Default: 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=1e-6, max=1, help="Default: 1.")] = None,
+    max_response_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Default: 4,096, and half of the model's context at most."),
+    ] = None,
     budgets: Annotated[
         str, typer.Option(help="Response budgets to report, such as 4096,8192,16384.")
     ] = "",
     data_format: Annotated[str | None, typer.Option("--format", help="Of the rows.")] = None,
-    prompt_format: Annotated[str, typer.Option(help="raw, thinking or non_thinking.")] = "raw",
+    prompt_format: Annotated[
+        str | None, typer.Option(help="raw, thinking or non_thinking; default: raw.")
+    ] = None,
     template: Annotated[str | None, typer.Option(help="Holds {problem}.")] = None,
-    system: Annotated[str, typer.Option(help="System prompt of a chat format.")] = "",
-    grader: Annotated[str | None, typer.Option()] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt of a chat format.")] = None,
+    grader: Annotated[
+        str | None, typer.Option(help="Default: the suite's, else the run's, else math.")
+    ] = None,
     max_problems: Number = None,
     context_length: Number = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -61,36 +73,43 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Evaluate a checkpoint (or, at a running evaluator, the version that a server serves)."""
-    if data is None:
-        raise typer.BadParameter("name the suite's file", param_hint="--data")
-    known = SUITES.get(suite)
     given_budgets = _budgets(budgets)
-    body = _without_none(
-        {
-            "suite": suite,
-            "data": _without_none(
-                {
-                    "path": str(data.absolute()),
-                    "format": data_format or (known.format if known else None),
-                    "prompt_template": template or (known.prompt_template if known else None),
-                    "prompt_format": prompt_format,
-                    "system": system,
-                }
-            ),
-            "samples_per_problem": samples or (known.samples_per_problem if known else None),
-            "temperature": temperature,
-            "top_p": top_p,
-            "max_response_tokens": max_response_tokens
-            or max(given_budgets, default=DEFAULT_RESPONSE_TOKENS),
-            "budgets": given_budgets,
-            "grader": grader or (known.grader if known else "math"),
-            "max_problems": max_problems,
-            "context_length": context_length,
-            "seed": seed,
-            "replica": replica,
-            "checkpoint": str(checkpoint.absolute()) if checkpoint else None,
-            "deadline_s": deadline_s,
-        }
+    defaults = _defaults(suite, checkpoint, context_length)
+    body = merged(
+        defaults.body,
+        _without_none(
+            {
+                "suite": suite,
+                "data": _without_none(
+                    {
+                        "path": str(data.absolute()) if data else None,
+                        "format": data_format,
+                        "prompt_template": template,
+                        "prompt_format": prompt_format,
+                        "system": system,
+                    }
+                ),
+                "samples_per_problem": samples,
+                "temperature": temperature,
+                "top_p": top_p,
+                "max_response_tokens": max_response_tokens or max(given_budgets, default=None),
+                "budgets": given_budgets,
+                "grader": grader,
+                "max_problems": max_problems,
+                "context_length": context_length,
+                "seed": seed,
+                "replica": replica,
+                "checkpoint": str(checkpoint.absolute()) if checkpoint else None,
+                "deadline_s": deadline_s,
+            }
+        ),
+    )
+    if not {"path", "dataset"} & _without_none(body["data"]).keys():
+        raise typer.BadParameter("name the suite's file", param_hint="--data")
+    typer.echo(
+        f"asked {defaults.source} where the command does not say: grader {body['grader']}, "
+        f"at most {body['max_response_tokens']} response tokens",
+        err=True,
     )
 
     async def command() -> int:
@@ -99,15 +118,25 @@ def evaluate(
         elif checkpoint is None:
             raise ConfigInvalid("Name a checkpoint, or an evaluator that knows servers.")
         else:
-            result = await _here(body, runs_dir, [checkpoint, data])
+            result = await _here(body, runs_dir, checkpoint)
         _show(result, as_json=as_json)
+        _warn(result)
         return 0
 
-    run(command())
+    run(command(), drains=evaluator is None)
 
 
-async def _here(body: dict[str, Any], runs_dir: Path, named: list[Path]) -> dict[str, Any]:
+def _defaults(suite: str, checkpoint: Path | None, context_length: int | None) -> Defaults:
+    try:
+        return defaults_of(suite, checkpoint, context_length)
+    except ConfigInvalid as err:
+        raise typer.BadParameter(str(err)) from err
+
+
+async def _here(body: dict[str, Any], runs_dir: Path, checkpoint: Path) -> dict[str, Any]:
     """Start what it takes, ask, stop it."""
+    path = body["data"].get("path")
+    named = [checkpoint, *([expand_path(path)] if path else [])]
     ports = choose_ports(num_rollout=0, num_reward=1, base=0)
     stack_dir = runs_dir / "_stack" / "eval"
     roots = [path.resolve() if path.is_dir() else path.resolve().parent for path in named]
@@ -145,6 +174,7 @@ def _show(result: dict[str, Any], *, as_json: bool) -> None:
         typer.echo(json.dumps(result))
         return
     console = Console()
+    asked = result["asked"]
     table = Table(title=f"{result['suite']}, version {result['policy_version']}")
     for name in ("", "value", "95 % over problems"):
         table.add_column(name)
@@ -160,8 +190,24 @@ def _show(result: dict[str, Any], *, as_json: bool) -> None:
     if result["budgets"]:
         console.print(_budget_table(result["budgets"]))
     console.print(
+        f"grader {asked['grader']}, at most {asked['max_response_tokens']} tokens; "
         f"{result['num_problems']} problems x {result['samples_per_problem']} samples, "
-        f"{result['skipped_problems']} skipped, {result['seconds']:.1f} s; {result['eval_id']}"
+        f"{result['skipped_problems']} skipped, {result['seconds']:.1f} s; {result['eval_id']}",
+        soft_wrap=True,
+    )
+
+
+def _warn(result: dict[str, Any]) -> None:
+    """A suite that nobody could read measures the question, not the policy."""
+    if result["unparseable_share"] < _MISREAD:
+        return
+    asked = result["asked"]
+    cut = f", {result['truncated_share']:.0%} were cut at {asked['max_response_tokens']} tokens"
+    typer.echo(
+        f"warning: grader {asked['grader']} found no answer in {result['unparseable_share']:.0%} "
+        f"of the samples{cut if result['truncated_share'] else ''}: this says nothing of the "
+        "policy if another --grader, --template or --max-response-tokens is meant.",
+        err=True,
     )
 
 

@@ -16,14 +16,17 @@ from services.client import JobRefused
 from shared.errors import ConfigInvalid, HttpFailed, TandemError
 from shared.telemetry import configure_logging
 
-HOW_TO_START = "start one with `python -m services.cli up`, or name another with --trainer."
+HOW_TO_START = "start one with `tandem up`, or name another with --trainer."
 
 
-def run(command: Coroutine[Any, Any, int]) -> NoReturn:
-    """Run to the end and exit with its code; the first SIGINT or SIGTERM drains it."""
+def run(command: Coroutine[Any, Any, int], *, drains: bool = False) -> NoReturn:
+    """Run to the end and exit with its code; the first SIGINT or SIGTERM drains it.
+
+    `drains` is for commands that started services: stopping those takes a while, and is told.
+    """
     configure_logging("cli", level="ERROR")
     try:
-        code = asyncio.run(_until_signal(command))
+        code = asyncio.run(_until_signal(command, drains=drains))
     except JobRefused as err:
         code = _fail("The job is refused:", *err.problems)
     except HttpFailed as err:
@@ -53,14 +56,15 @@ def log_to(path: Path) -> TextIO:
     return file
 
 
-async def _until_signal(command: Coroutine[Any, Any, int]) -> int:
+async def _until_signal(command: Coroutine[Any, Any, int], *, drains: bool) -> int:
     loop = asyncio.get_running_loop()
     task = loop.create_task(command)
     received: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
         if not received:  # once: a second Ctrl-C must not cut the draining short
-            sys.stderr.write(f"\n{number.name}: stopping, this drains what is running\n")
+            more = "ping, this drains what is running" if drains else "ped"
+            sys.stderr.write(f"\n{number.name}: stop{more}\n")
             task.cancel()
         received.append(number)
 

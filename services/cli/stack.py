@@ -1,5 +1,6 @@
 """The five kinds of process as programs of the local stack, and the ports they use."""
 
+import asyncio
 import json
 import os
 import sys
@@ -7,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 from shared.broker import HOST, broker, broker_url
-from shared.local_stack import Program
+from shared.local_stack import Program, Stack
 from shared.process import check_machine, exit_with, free_port, port_in_use
 from shared.readiness import http_ready
 
@@ -19,6 +22,7 @@ MIN_MEMORY_BYTES = 3 * 2**30
 # A program's start includes importing torch on a busy machine; its end includes draining.
 _READY_S = 120.0
 _STOP_S = 30.0
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,18 @@ def offline_programs(
             _service("evaluator", "evaluator", ports.evaluator, ports, more),
         ],
     ]
+
+
+async def tell_restarts(stack: Stack, console: Console) -> None:
+    """For as long as the stack runs: a line for each program that died and is started again."""
+    told = dict(stack.restarts)
+    while True:
+        for name, num in stack.restarts.items():
+            if num > told.get(name, 0):
+                line = f"{name} died and was restarted ({num} so far)"
+                console.print(f"{line}; its log: {stack.log_path(name)}", soft_wrap=True)
+        told = dict(stack.restarts)
+        await asyncio.sleep(_POLL_S)
 
 
 def _service(

@@ -116,6 +116,18 @@ def _silence(client: TandemClient) -> str:
 
 async def follow_job(trainer: str, job_id: str, *, as_json: bool) -> int:
     """Follow a job to its end; the exit code is 0 only when it finished."""
+    try:
+        return await _follow(trainer, job_id, as_json=as_json)
+    except asyncio.CancelledError:
+        typer.echo(
+            f"No longer watching; {job_id} goes on. `tandem watch {job_id}` shows it again, "
+            f"`tandem pause {job_id}` and `cancel` stop it.",
+            err=True,
+        )
+        raise
+
+
+async def _follow(trainer: str, job_id: str, *, as_json: bool) -> int:
     async with TandemClient(trainer, patience_s=PATIENCE_S) as client:
         if not as_json:
             view = await watch_job(client, job_id, Console())

@@ -22,8 +22,16 @@ def test_a_commands_code_is_the_exit_code(code: int) -> None:
     assert ended.value.code == code
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_drains_once_and_tells_its_number(number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "drains", "told"),
+    [
+        (signal.SIGINT, 130, True, "SIGINT: stopping, this drains what is running"),
+        (signal.SIGTERM, 143, False, "SIGTERM: stopped"),
+    ],
+)
+def test_a_signal_drains_once_and_tells_its_number(
+    number: signal.Signals, code: int, drains: bool, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     drained: list[bool] = []
 
     async def command() -> int:
@@ -37,9 +45,10 @@ def test_a_signal_drains_once_and_tells_its_number(number: signal.Signals, code:
         return 0
 
     with pytest.raises(SystemExit) as ended:
-        run(command())
+        run(command(), drains=drains)
     assert ended.value.code == code
     assert drained == [True]
+    assert capsys.readouterr().err == f"\n{told}\n"
 
 
 @pytest.mark.parametrize(

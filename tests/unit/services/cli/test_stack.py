@@ -1,11 +1,24 @@
 """Ports, and what is said when the machine cannot run the stack."""
 
+import asyncio
+import io
 import socket
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from services.cli.stack import MAX_REWARD, MAX_ROLLOUT, check_stack, choose_ports, stack_programs
+from services.cli import stack as cli_stack
+from services.cli.stack import (
+    MAX_REWARD,
+    MAX_ROLLOUT,
+    check_stack,
+    choose_ports,
+    stack_programs,
+    tell_restarts,
+)
+from shared.local_stack import Stack
+from shared.tasks import end
 
 
 @pytest.mark.parametrize("base", [None, 0, 9000])
@@ -45,3 +58,20 @@ def test_every_service_is_told_where_the_broker_is(tmp_path: Path) -> None:
         "trainer", "rollout-0", "rollout-1", "reward-0", "evaluator",
     ]  # fmt: skip
     assert all(f"redis://127.0.0.1:{ports.broker}/0" in program.argv for program in services)
+
+
+async def test_a_restart_is_told_once_with_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_stack, "_POLL_S", 0.0)
+    stack = Stack(tmp_path)
+    stack.restarts |= {"trainer": 0, "rollout-0": 1}
+    said = io.StringIO()
+    telling = asyncio.create_task(tell_restarts(stack, Console(file=said, width=40)))
+    await asyncio.sleep(0)  # it has begun: what was before is not told
+    stack.restarts["rollout-0"] = 2
+    for _ in range(50):
+        await asyncio.sleep(0)
+    await end(telling)
+    log = tmp_path / "rollout-0.log"
+    assert said.getvalue() == f"rollout-0 died and was restarted (2 so far); its log: {log}\n"
