@@ -167,7 +167,7 @@ def at_most(max_bytes: int) -> Any:
     responses={
         200: {"model": Submitted, "description": "the same key submitted it before"},
         409: {"description": "the idempotency key belongs to another document"},
-        422: {"description": "`detail` lists key, value, message and what is allowed"},
+        422: {"description": "`detail` lists key, value, message, and what else is allowed"},
     },
 )
 async def submit(

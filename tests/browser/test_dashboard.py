@@ -81,7 +81,10 @@ async def test_a_run_of_ten_thousand_steps_is_quick_and_goes_on_live(
     await expect(page.locator("#tiles")).to_contain_text(f"{ALL_STEPS + 1} / {ALL_STEPS}")
     newest = page.locator("#charts section").first.locator(".u-value").first
     await expect(newest).to_have_text(str(ALL_STEPS + 1))  # no cursor is on the chart
-    await expect(page.locator("#waits")).to_contain_text("the trainer waits for groups")
+    await expect(page.locator("#waits")).to_have_text(
+        "The trainer waits for groups 46 % of a step and works itself for the rest, longest at "
+        "forward backward (33 %): the trainer is the narrow place."
+    )
     await expect(page.locator("#updates tbody tr")).to_have_count(48)
     phases = page.locator("#updates tbody tr").first.locator(".bar .phase")
     titles = await phases.evaluate_all("all => all.map(one => one.title)")
@@ -89,6 +92,12 @@ async def test_a_run_of_ten_thousand_steps_is_quick_and_goes_on_live(
         "stage 200.0 ms", "wait 189.0 ms", "load 20.0 ms", "restore 10.0 ms", "probe 50.0 ms",
         "pause 30.0 ms", "resume 1.0 ms",
     ]  # fmt: skip
+    cut = """rows => {
+      const edge = rows.getBoundingClientRect().bottom;
+      return [...rows.querySelectorAll("tr")].map((row) => row.getBoundingClientRect())
+        .filter((row) => row.top < edge - 1 && row.bottom > edge + 1).length;
+    }"""
+    assert await page.locator("#updates").evaluate(cut) == 0
     widths = await phases.evaluate_all("all => all.map(one => parseFloat(one.style.width))")
     assert widths == pytest.approx([40.0, 37.8, 4.0, 2.0, 10.0, 6.0, 0.2])
     assert seen.errors == []
@@ -189,7 +198,9 @@ async def test_the_form_shows_errors_at_their_fields_and_submits(
     await page.locator('input[name="data.path"]').fill("assets/none.jsonl")
     await page.locator("#submit").press("Enter")
     await expect(page.locator('input[name="steps"]')).to_have_attribute("aria-invalid", "true")
-    await expect(page.locator('[id="error-steps"]')).to_contain_text("greater than 0")
+    await expect(page.locator('input[name="steps"]')).to_be_focused()
+    await expect(page.locator('[id="error-steps"]')).to_have_text("Input should be greater than 0")
+    await expect(page.locator("#form-errors")).to_be_empty()  # it is told once
     await page.locator('input[name="steps"]').fill("5")
     await page.locator("#submit").click()
     await expect(page.locator('[id="error-data.path"]')).to_contain_text("no such file")
@@ -199,6 +210,44 @@ async def test_the_form_shows_errors_at_their_fields_and_submits(
     await expect(page.locator("#name")).to_contain_text("demo-")
     assert len(served.app.state.store.all()) == 2
     assert all("422" in error for error in seen.errors)  # the browser tells refused requests
+
+
+async def test_only_who_makes_the_trainer_wait_most_of_a_step_is_the_narrow_place(
+    chromium: Browser, served: Site
+) -> None:
+    def told(wait: float, backlog: dict[str, int]) -> str:
+        seconds = {"wait": wait, "optimizer": 0.2, "forward_backward": 0.3}
+        fields = {"step_seconds": 1.0, "seconds": seconds, "backlog": backlog, "lag_max": 0}
+        return json.dumps([{"name": "step", "fields": {"step": i, **fields}} for i in (1, 2, 3)])
+
+    seen = await Seen.open(chromium, served.url)
+    found = []
+    for wait, prompts, rollouts in [(0.29, 16, 0), (0.6, 16, 1), (0.6, 1, 16)]:
+        events = told(wait, {"prompts": prompts, "rollouts": rollouts})
+        found.append(
+            await seen.page.evaluate(
+                f"""async () => {{
+                  const {{ Run }} = await import("/assets/run.js");
+                  const run = new Run();
+                  run.load({{ events: {events} }});
+                  return run.waits();
+                }}"""
+            )
+        )
+    assert found == [
+        "The trainer waits for groups 29 % of a step and works itself for the rest, longest at "
+        "forward backward (30 %): the trainer is the narrow place.",
+        "The trainer waits for groups 60 % of a step, while 16.0 groups are with the samplers and "
+        "1.0 with the graders: sampling is the narrow place.",
+        "The trainer waits for groups 60 % of a step, while 1.0 groups are with the samplers and "
+        "16.0 with the graders: grading is the narrow place.",
+    ]
+
+
+async def test_an_axis_of_zeros_goes_to_one(chromium: Browser, served: Site) -> None:
+    seen = await Seen.open(chromium, served.url)
+    ranges = "import('/assets/charts.js').then((c) => [c.padded(0, 0), c.padded(0, 0.5)])"
+    assert await seen.page.evaluate(ranges) == [[0, 1], [0, 0.53]]
 
 
 async def test_dead_letters_tell_their_reason_and_are_queued_again(

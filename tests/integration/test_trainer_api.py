@@ -149,11 +149,11 @@ async def trainer(config: TrainerConfig, tmp_path: Path) -> AsyncIterator[Traine
 
 WRONG = [
     ({"seps": 2}, "seps", 2, "did you mean steps?", "steps"),
-    ({"steps": 0}, "steps", 0, "greater than 0", "gt 0"),
+    ({"steps": 0}, "steps", 0, "greater than 0", None),
     ({"steps": True}, "steps", True, "integer", None),
-    ({"seed": 2**63}, "seed", 2**63, "less than", "lt 9223372036854775808"),
+    ({"seed": 2**63}, "seed", 2**63, "less than", None),
     ({"steps": "many"}, "steps", "many", "integer", None),
-    ({"name": "No Spaces"}, "name", "No Spaces", "pattern", "a-z"),
+    ({"name": "No Spaces"}, "name", "No Spaces", "pattern '^[a-z", None),
     ({"sampling": {"context_length": 32}}, "sampling.max_response_tokens", None, "required", None),
     (
         {"sampling": {"context_length": 32, "max_response_tokens": 8, "top_pp": 1}},
@@ -163,7 +163,7 @@ WRONG = [
         "top_k",
     ),
     ({"data": {}}, "data", "{}", "either path or dataset", None),
-    ({"data": {"path": "x", "format": "xml"}}, "data.format", "xml", "Input should be", "gsm8k"),
+    ({"data": {"path": "x", "format": "xml"}}, "data.format", "xml", "'gsm8k'", None),
     ({"data": {"path": "/etc/passwd"}}, "data.path", "/etc/passwd", "outside the data roots", "/"),
     ({"data": {"path": "$NOT_SET/x"}}, "data.path", "$NOT_SET/x", "not set", None),
     ({"model": {"rollout_checkpoint": "/etc"}}, "model.rollout_checkpoint", "/etc", "outside", "/"),
@@ -189,7 +189,10 @@ async def test_wrong_document_is_refused_by_key(
     assert problem["key"] == key
     assert value is None or problem["value"] == value
     assert message in problem["message"]
-    assert allowed is None or allowed in str(problem["allowed"])
+    if allowed is None:
+        assert "allowed" not in problem  # the message says all; people read it once
+    else:
+        assert allowed in str(problem["allowed"])
     assert (await trainer.http.get("/v1/jobs")).json() == {"jobs": []}
 
 

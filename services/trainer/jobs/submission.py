@@ -37,7 +37,7 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. Example: key 'sampling.top_p', value 2, allowed 'at most 1'."""
+    """One thing that is wrong; `allowed` is what the message does not say, such as known keys."""
 
     key: str
     value: Any
@@ -229,10 +229,7 @@ def _problem(error: ErrorDetails) -> Problem:
     value = _shown(error["input"])
     if kind == "value_error":
         return Problem(key, value, str(context["error"]))
-    if kind == "literal_error":
-        return Problem(key, value, error["msg"], context["expected"])
-    bounds = [f"{name} {context[name]}" for name in ("gt", "ge", "lt", "le") if name in context]
-    return Problem(key, value, error["msg"], ", ".join(bounds) or context.get("pattern"))
+    return Problem(key, value, error["msg"])  # which says the bound, pattern or choice itself
 
 
 def _unknown_key(key: str, error: ErrorDetails) -> Problem:

@@ -182,6 +182,7 @@ function drawTitle(job, run) {
 
 addEventListener("hashchange", chooseJob);
 setUpWishes(pollJobs);
+find("phases").replaceChildren(...tables.phases());
 find("new").onclick = () => openForm((id) => { location.hash = id; });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => shown && charts.build(shown.run));
 poll();

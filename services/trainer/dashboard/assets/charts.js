@@ -37,8 +37,8 @@ function charts({ series: c, axis }) {
     },
     {
       title: "|Δ log p|, sampler − trainer",
-      series: [line("max", axis, { width: 1 }), line("p99", c[1]), line("mean", c[0], { width: 2 }), line("bound of the mean", c[3], { dash: [6, 4] })],
-      note: "how far the two are apart on each sampled token; logarithmic",
+      series: [line("max", axis, { width: 1 }), line("p99", c[1]), line("mean", c[0], { width: 2 }), line("mean that pauses the job", c[3], { dash: [6, 4] })],
+      note: "of each sampled token; logarithmic. The dashed line is for the mean alone: max may cross it",
       data: (run) => [
         run.steps.step, positive(run.steps.delta_logprob_max), positive(run.steps.delta_logprob_p99),
         positive(run.steps.delta_logprob_mean), run.steps.step.map(() => run.driftBound),
@@ -222,8 +222,8 @@ const leading = (tick) => Number(tick.toExponential(3).split("e")[0]);
 const decades = (_, ticks) => ticks.map((tick) => (leading(tick) === 1 ? tick : null));
 const positive = (values) => values.map((value) => (value > 0 ? value : null));
 
-function padded(min, max) {
-  if (min === null || max === null) return [0, 1];
+export function padded(min, max) {
+  if (min === null || max === null || (min === 0 && max === 0)) return [0, 1];
   const space = 0.06 * Math.max(max - min, 1e-9 + Math.abs(max) * 1e-3);
   return [min === 0 ? 0 : min - space, max + space];
 }

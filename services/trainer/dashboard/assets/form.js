@@ -71,14 +71,17 @@ async function submit(submitted) {
   submitted(told.job_id);
 }
 
-// An error of a key that has an input stands there as well.
+// An error of a key that has an input stands there, all others in the list; each once.
 function showErrors(errors) {
-  for (const input of find("fields").querySelectorAll("input")) {
+  const inputs = [...find("fields").querySelectorAll("input")];
+  for (const input of inputs) {
     const found = errors.find((error) => error.key === input.name);
     input.setAttribute("aria-invalid", String(Boolean(found)));
     input.nextSibling.textContent = found ? sentence(found) : "";
   }
-  find("form-errors").replaceChildren(...errors.map((error) => {
+  inputs.find((input) => input.getAttribute("aria-invalid") === "true")?.focus();
+  const others = errors.filter((error) => !inputs.some((input) => input.name === error.key));
+  find("form-errors").replaceChildren(...others.map((error) => {
     const item = document.createElement("li");
     item.textContent = (error.key ? `${error.key}: ` : "") + sentence(error);
     return item;

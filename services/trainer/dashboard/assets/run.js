@@ -124,11 +124,15 @@ export class Run {
     const [steps, waits] = [recent("step_seconds"), recent("seconds_wait")];
     if (steps.length < 3 || !recent("backlog_prompts").length) return null;
     const share = mean(waits.slice(-steps.length)) / mean(steps);
-    const told = `${(100 * share).toFixed(0)} % of a step the trainer waits for groups`;
+    const told = `The trainer waits for groups ${percent(share)} of a step`;
+    if (share <= 0.5) {
+      const works = PHASES.filter((name) => name !== "wait").map((name) => [mean(recent("seconds_" + name)) / mean(steps), name]);
+      const [most, name] = works.reduce((one, other) => (other[0] > one[0] ? other : one));
+      return `${told} and works itself for the rest, longest at ${name.replaceAll("_", " ")} (${percent(most)}): the trainer is the narrow place.`;
+    }
     const graders = mean(recent("backlog_rollouts")), samplers = mean(recent("backlog_prompts"));
-    if (share < 0.1) return `${told}: the samplers are ahead of it.`;
-    if (graders > samplers) return `${told}; ${graders.toFixed(1)} of them wait for a grader, so graders are the narrow place.`;
-    return `${told}; ${samplers.toFixed(1)} of them are with the samplers, so sampling is the narrow place.`;
+    const narrow = graders > samplers ? "grading" : "sampling";
+    return `${told}, while ${samplers.toFixed(1)} groups are with the samplers and ${graders.toFixed(1)} with the graders: ${narrow} is the narrow place.`;
   }
 
   last(name) { return this.steps[name].at(-1) ?? null; }
@@ -166,6 +170,8 @@ export class Run {
     return columns;
   }
 }
+
+const percent = (share) => `${(100 * share).toFixed(0)} %`;
 
 export function movingAverage(values, window = Math.max(AVERAGE_STEPS, Math.floor(values.length / 50))) {
   const averages = new Array(values.length).fill(null);

@@ -114,13 +114,13 @@ export function updates(run) {
     pulled(update),
     number(update.probe_mean_abs_delta),
   ]);
-  const made = element("div");
-  const legend = element("p", undefined, "phases soft");
+  return table(["at", "server", "version", "phases", "took", "pulled", "probe |Δ log p|"], rows);
+}
+
+// What the colours of those bars are.
+export function phases() {
   const [first, ...others] = UPDATE_PHASES;
-  for (const name of [first, "wait", ...others]) legend.append(element("i", "", "phase " + name), name + " ");
-  if (rows.length) made.append(legend);
-  made.append(table(["at", "server", "version", "phases", "took", "pulled", "probe |Δ log p|"], rows));
-  return made;
+  return [first, "wait", ...others].flatMap((name) => [element("i", "", "phase " + name), name + " "]);
 }
 
 function bar(update, longest) {
