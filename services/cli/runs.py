@@ -116,7 +116,7 @@ def _show(found: RunComparison) -> None:
     if found.passes:
         console.print(passes_table(found.passes))
     else:
-        console.print("No evaluation of one is comparable to one of the other.")
+        console.print(found.absence, highlight=False, soft_wrap=True)
 
 
 def passes_table(passes: list[PassDifference]) -> Table:

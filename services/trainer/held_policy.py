@@ -49,7 +49,10 @@ class HeldPolicy:
         taken = {made.step for made in p.books.steps() if made.result is not None}
         steps = [step for step in p.books.redo_held() if step in taken]
         if not steps:
-            raise LookupError("no step is in the redo log yet: ask again after the next one")
+            raise LookupError(
+                "no batch of a trained step is at hand (none was trained yet, or a checkpoint has "
+                "taken its place, as at a pause): ask again after the next step"
+            )
         batch = TrainingBatch.unpack(await asyncio.to_thread(p.books.redo_body, steps[-1]))
         held = -1
 

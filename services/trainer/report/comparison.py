@@ -6,8 +6,8 @@ that their difficulty cancels; elsewhere there are only the two intervals.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,15 @@ class RunComparison:
     measures: list[Measure]
     passes: list[PassDifference]
 
+    @property
+    def absence(self) -> str:
+        """Why pass@k is not compared; empty where it is."""
+        if self.passes:
+            return ""
+        if never := [one.name for one in (self.a, self.b) if not one.summary.evaluations]:
+            return f"pass@k is not compared; never evaluated: {', '.join(never)}."
+        return "pass@k is not compared: the two runs' evaluations have no k in common."
+
     def document(self) -> dict[str, Any]:
         """Plain JSON values; nan becomes None."""
         return {
@@ -132,11 +141,11 @@ def compare_runs(a: RunSide, b: RunSide) -> RunComparison:
         a,
         b,
         settings=differences(a.job, b.job),
-        machines=[
+        machines=_of_processes(
             one
             for one in differences(a.environment, b.environment)
             if not _OF_ONE_START.search(one.key) and not _is_own_path(one, a.name, b.name)
-        ],
+        ),
         measures=_measures(a, b),
         passes=_passes(a.summary.evaluations, b.summary.evaluations),
     )
@@ -147,14 +156,40 @@ def _is_own_path(one: Difference, a: str, b: str) -> bool:
     return str(one.a).replace(a, "") == str(one.b).replace(b, "")
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Leaves that are not the same, by their dotted names, in order."""
-    left, right = dict(_leaves(a)), dict(_leaves(b))
+def _of_processes(found: Iterable[Difference]) -> list[Difference]:
+    """What differs alike in several processes (`PROCESS.field`) is one line."""
+    alike: dict[tuple[str, str, str], list[Difference]] = {}
+    for one in found:
+        field = one.key.partition(".")[2] or one.key
+        alike.setdefault((field, str(one.a), str(one.b)), []).append(one)
     return [
-        Difference(key, left.get(key, ABSENT), right.get(key, ABSENT))
-        for key in sorted({*left, *right})
-        if left.get(key, ABSENT) != right.get(key, ABSENT)
+        several[0]
+        if len(several) == 1
+        else replace(several[0], key=f"{len(several)} processes: {field}")
+        for (field, _, _), several in alike.items()
     ]
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """Leaves that are not the same, by their dotted names, in order.
+
+    A section that one of the two has not is one line.
+    """
+    return [
+        one
+        for key in sorted({*a, *b})
+        for one in _difference(key, a.get(key, ABSENT), b.get(key, ABSENT))
+    ]
+
+
+def _difference(key: str, a: Any, b: Any) -> list[Difference]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return [replace(one, key=f"{key}.{one.key}") for one in differences(a, b)]
+    return [] if a == b else [Difference(key, _brief(a), _brief(b))]
+
+
+def _brief(value: Any) -> Any:
+    return f"given ({len(value)} fields)" if isinstance(value, Mapping) and value else value
 
 
 def pass_at_k(correct: int, num_samples: int, k: int) -> float:
@@ -237,14 +272,6 @@ def _pass(a: Evaluation, b: Evaluation, k: str) -> PassDifference:
 
 def _problems(one: Evaluation, k: int) -> list[float]:
     return [pass_at_k(correct, one.samples_per_problem, k) for correct in one.correct]
-
-
-def _leaves(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in document.items():
-        name = f"{prefix}{key}"
-        found += _leaves(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
-    return found
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,28 @@ def test_what_is_set_differently_is_listed_and_nothing_else(pair: tuple[Path, Pa
     ]
 
 
+def test_a_section_of_one_run_alone_is_one_line_and_no_evaluation_is_said(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    job = {"algorithm": {"name": "grpo", "max_lag": 1}, "seed": 1, "eval": {"suite": "x", "k": 2}}
+    asked = write_run(tmp_path / "asked", right=[1] * PROBLEMS, reward=0.1, job=job)
+    lines = (pair[0] / "events.jsonl").read_text().splitlines(keepends=True)
+    (pair[0] / "events.jsonl").write_text("".join(one for one in lines if "eval_" not in one))
+    for folder, path in ((asked, "/one"), (pair[0], "/two")):
+        for process in ("trainer", "reward-0"):
+            write_environment(folder, process, {"variables": {"PYTHONPATH": path}})
+    found = compare_runs(read_side(asked), read_side(pair[0]))
+    assert [(one.key, one.a, one.b) for one in found.settings] == [
+        ("eval", "given (2 fields)", "–")
+    ]
+    assert [(one.key, one.a, one.b) for one in found.machines] == [
+        ("2 processes: variables.PYTHONPATH", "/one", "/two")
+    ]
+    assert found.absence == "pass@k is not compared; never evaluated: left."
+    shown = CliRunner().invoke(app, ["runs", "compare", str(asked), str(pair[0])])
+    assert "never evaluated: left" in shown.output
+
+
 def test_machines_differ_by_what_something_follows_from(pair: tuple[Path, Path]) -> None:
     for folder, torch, port in zip(pair, ("2.12.0", "2.13.0"), (1, 2), strict=True):
         found = {
