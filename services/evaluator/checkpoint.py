@@ -52,13 +52,13 @@ class Checkpoint:
         if (path / TORCH_DIST_FILE).is_file():
             raise ValueError(
                 f"{path} is a torch_dist checkpoint of the actor, which no sampler reads. Convert "
-                f"it first: `python -m services.cli convert {path} {path}-fp8 --to fp8 "
+                f"it first: `tandem convert {path} {path}-fp8 --to fp8 "
                 f"--like RELEASE`, then evaluate {path}-fp8"
             )
         if not (path / CONFIG_FILE).is_file():
             raise ValueError(
                 f"{path} has neither {CONFIG_FILE} nor {MANIFEST_FILE}: it is no release directory "
-                "and no published version; other layouts need `python -m services.cli convert`"
+                "and no published version; other layouts need `tandem convert`"
             )
         return cls(path, None, OFFLINE, 0, "quantised", _fingerprint(path))
 

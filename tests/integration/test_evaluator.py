@@ -637,7 +637,7 @@ async def test_torch_dist_checkpoint_is_refused_with_the_command_that_converts_i
     folder.mkdir()
     (folder / ".metadata").touch()
     body = {"suite": "x", "data": {"path": job.eval.data.path}, "max_response_tokens": 8}
-    words = f"python -m services.cli convert {folder} {folder}-fp8 --to fp8 --like RELEASE"
+    words = f"tandem convert {folder} {folder}-fp8 --to fp8 --like RELEASE"
     async with stage.evaluator() as running, HttpClient() as http:
         with pytest.raises(Exception, match=re.escape(words)):
             await http.post(f"{running.url}/v1/evals", {**body, "checkpoint": str(folder)})

@@ -11,7 +11,7 @@ from services.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
-SHOWN = re.findall(r"```\n\$ python -m services\.cli (plan .+?)\n(.+?)\n```", PAGE, re.DOTALL)
+SHOWN = re.findall(r"```\n\$ tandem (plan .+?)\n(.+?)\n```", PAGE, re.DOTALL)
 
 
 @pytest.mark.parametrize(("command", "text"), SHOWN, ids=["fits", "does not fit"])

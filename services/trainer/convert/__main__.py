@@ -1,6 +1,6 @@
 """`python -m services.trainer.convert SOURCE TARGET --to FORMAT`: events as JSON lines on stdout.
 
-People start it through `python -m services.cli convert`, which shows them.
+People start it through `tandem convert`, which shows them.
 """
 
 import argparse
