@@ -1,7 +1,7 @@
 """What NCCL says on one GPU: its recorder's dump, and two members that share the GPU.
 
 One GPU cannot hold two ranks of a group, so nothing arrives here; errors must come at once all the
-same, with NCCL's reason. What does arrive is tested on two GPUs (`test_two_*`).
+same, with NCCL's reason. What does arrive is tested on two GPUs (`test_transports`).
 """
 
 import sys
@@ -98,7 +98,7 @@ def test_two_members_on_one_gpu_are_told_why(tmp_path: Path, figures: Figures) -
         deadline_s=BOUND_S,
     )
     other = group.model_copy(update={"rank": 1}).model_dump_json()
-    command = [sys.executable, "-m", "tests.gpu.two_group_member", str(staged), str(tmp_path / "o")]
+    command = [sys.executable, "-m", "tests.gpu.group_member", str(staged), str(tmp_path / "o")]
     with (tmp_path / "log").open("wb") as log, Popen([*command, other], stderr=log) as member:
         error = _error_of(group, manifest)
         code = member.wait(BOUND_S)

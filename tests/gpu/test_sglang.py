@@ -21,7 +21,6 @@ from services.rollout.engine.sglang.client import SGLangClient
 from services.rollout.engine.sglang.spec import TransportName
 from services.rollout.engine.sglang.transports import (
     BUCKET_BYTES,
-    NCCL_MEMORY,
     Transport,
     send_bucket,
     transport_of,
@@ -162,16 +161,6 @@ async def test_scores_against_the_reference_on_the_gpu(world: World, figures: Fi
         expected = [_reference_scores(model, text) for text in TEXTS[:2]]
         kept[name] = departure(world.first.fresh[:2], expected)
     assert kept["rounded"]["median"] < 1
-
-
-async def test_nccl_on_the_servers_own_gpu_is_refused(
-    world: World, figures: Figures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU holds one member of a group: both sides are told so, and the old version serves."""
-    monkeypatch.setenv(NCCL_MEMORY, "0")
-    kept = figures["sglang"].setdefault("faults", {})
-    by = transport_of("nccl")
-    kept["NCCL on one GPU"] = await refused(world.first, world, "A", sent="B", probed_as="B", by=by)
 
 
 @pytest.mark.parametrize("fault", ["query apart from keys", "narrowest first"])

@@ -1,6 +1,6 @@
 """A server's part in groups that move a version between two GPUs, in a process of its own.
 
-    python -m tests.gpu.two_group_member STAGED OUT GROUP...     # each GROUP a GroupTransfer
+    python -m tests.gpu.group_member STAGED OUT GROUP...     # each GROUP a GroupTransfer
 
 What one group brought lies in a folder of its name in OUT. Its GPU is the only one that it sees.
 """

@@ -1,9 +1,9 @@
-"""Weights from one GPU to an SGLang server on the other, by every transport, against fresh loads.
+"""Weights to SGLang servers by every transport: alone on quiet servers, then whole transactions.
 
-    first:  starts with A on GPU 1, gets its updates over NCCL from GPU 0, where this process is
-    second: starts with B on GPU 0, gets its updates by CUDA IPC
+    first:  starts with A on the last of two GPUs, or the only one
+    second: starts with B on GPU 0, where this process sends from
 
-`transport.send` is timed alone on quiet servers; then whole transactions, with their pause.
+NCCL needs two GPUs; the rest runs on one, too. State is compared with fresh loads.
 """
 
 import asyncio
@@ -28,13 +28,14 @@ from services.rollout.engine.sglang.transports import (
     ProcessGroup,
     SharedMemory,
     Transport,
+    transport_of,
 )
 from shared.process import free_port
 from shared.weights.group import send_shards
 from shared.weights.manifest import Manifest, ShardEntry, shard_file
 from shared.weights.protocol import GroupTransfer
 from tests.gpu.sglang_world import Driven, Place, Staged, World, running
-from tests.gpu.test_sglang import FLOOR, departure, is_exact
+from tests.gpu.test_sglang import FLOOR, departure, is_exact, refused
 from tests.integration.test_weight_forwarding import Peer
 from tests.integration.test_weight_forwarding import World as Pulling
 
@@ -44,12 +45,10 @@ MEMBER_S = 90.0
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        torch.cuda.device_count() < 2,
-        reason=f"needs two GPUs, here are {torch.cuda.device_count()}",
-    ),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="no SGLang"),
 ]
+NUM_GPUS = torch.cuda.device_count()
+NEEDS_TWO = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, here are {NUM_GPUS}")
 
 
 class Plain(ProcessGroup):
@@ -76,6 +75,7 @@ TRANSPORTS: dict[str, tuple[Which, Callable[[], Transport], str]] = {
     "NCCL, plain": ("first", lambda: Plain("nccl"), "AB"),
 }
 """Server, transport, and the versions of its updates, each another than the one before."""
+NAMES = [pytest.param(one, marks=NEEDS_TWO if "NCCL" in one else ()) for one in TRANSPORTS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,7 +88,8 @@ def _as_sglang_sets_it() -> Iterator[None]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory, figures: Figures) -> AsyncIterator[World]:
     folder = tmp_path_factory.mktemp("sglang")
-    async with running(folder, Place("nccl", gpu=1), Place("tensor", gpu=0)) as found:
+    first_at = Place("disk", gpu=min(1, NUM_GPUS - 1))
+    async with running(folder, first_at, Place("tensor")) as found:
         kept = figures.setdefault("sglang", {})
         kept["seconds_to_first_token"] = [found.first.start_s, found.second.start_s]
         kept["release_gb"] = found.staged["A"].num_bytes / 1e9
@@ -96,7 +97,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory, figures: Figures) -> A
         yield found
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", NAMES)
 async def test_what_a_transport_takes(name: str, world: World, figures: Figures) -> None:
     """Both versions twice, ending with the server's own; then its scores are a fresh load's."""
     which, transport, _ = TRANSPORTS[name]
@@ -115,18 +116,18 @@ async def test_what_a_transport_takes(name: str, world: World, figures: Figures)
     assert departure(after, own.fresh)["mean"] < FLOOR
 
 
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-async def test_a_version_moves_to_the_other_gpu_in_a_group(
+@pytest.mark.parametrize("backend", [pytest.param("nccl", marks=NEEDS_TWO), "gloo"])
+async def test_a_version_moves_in_a_group(
     backend: Literal["nccl", "gloo"], world: World, tmp_path: Path, figures: Figures
 ) -> None:
     """As ranks send it to a service of rollout: three groups, the first with all that is new."""
     staged = world.staged["A"]
     groups = [_group(f"group-{number}", backend) for number in range(3)]
     member = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.gpu.two_group_member"),
+        *(sys.executable, "-m", "tests.gpu.group_member"),
         *(str(staged.folder), str(tmp_path)),
         *(group.model_copy(update={"rank": 1}).model_dump_json() for group in groups),
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "1"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": str(NUM_GPUS - 1)},
     )
     seconds = []
     try:
@@ -171,7 +172,7 @@ async def test_a_version_is_pulled_over_http(
     await asyncio.to_thread(shutil.rmtree, tmp_path)
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", NAMES)
 async def test_updates_equal_a_fresh_load(name: str, world: World, figures: Figures) -> None:
     which, transport, versions = TRANSPORTS[name]
     driven: Driven = getattr(world, which)
@@ -196,6 +197,13 @@ async def test_updates_equal_a_fresh_load(name: str, world: World, figures: Figu
     assert all(not one["checksums that differ"] for one in kept)
     assert kept[0]["checksums"] > 50
     assert driven.versions.restarts.total == 0
+
+
+async def test_nccl_on_the_servers_own_gpu_is_refused(world: World, figures: Figures) -> None:
+    """A GPU holds one member of a group: both sides are told so, and the old version serves."""
+    kept = figures["sglang"].setdefault("faults", {})
+    by = transport_of("nccl")
+    kept["NCCL, own GPU"] = await refused(world.second, world, "B", sent="A", probed_as="A", by=by)
 
 
 def _group(name: str, backend: Literal["nccl", "gloo"]) -> GroupTransfer:
