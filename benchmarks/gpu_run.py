@@ -1,26 +1,24 @@
-"""A GPU run's figures: from its folder into one JSON file, from that into plots.
+"""A GPU run's figures: from its folder into one JSON file, from that into a table.
 
-`python -m benchmarks.gpu_run read RUN --memory gpu.csv --out FILE` keeps what docs/gpu-run.md
-tells; `python -m benchmarks.gpu_run draw FILE --figures FOLDER` draws it. Seconds count from the
-job's start; those of `gpu.csv` (seconds, MiB used, % busy) from the start of its own clock.
+`python -m benchmarks.gpu_run read RUN --out FILE [--memory gpu.csv]` keeps what docs/gpu-run.md
+tells; `python -m benchmarks.gpu_run table FILE...` sums it up, a column for each run;
+`benchmarks.gpu_run_figures` draws it. Seconds count from the job's start; those of `gpu.csv`
+(seconds, MiB used, % busy) from the start of its own clock.
 """
 
 import argparse
 import csv
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from services.trainer.report.events import EVENTS_FILE, RunEvents, read_events
 from shared.messages import Event
 
-PUBLISHED = 0.09  # mean |delta log p| of the published experiment
 STEP = (
     *("step", "groups", "samples", "graded_samples", "tokens", "response_tokens", "loss"),
     *("grad_norm", "entropy", "reward_raw", "truncated_share", "tokens_per_s", "step_seconds"),
@@ -35,83 +33,81 @@ EVALUATION = (
     *("policy_version", "num_problems", "num_samples", "pass_at_k", "pass_at_k_ci"),
     *("truncated_share", "response_tokens_mean", "seconds"),
 )
-JOB = ("name", "seed", "steps", "sampling", "algorithm", "actor", "rollout", "update")
+JOB = ("name", "seed", "steps", "warm_up", "sampling", "algorithm", "actor", "rollout", "update")
 PREFLIGHT = ("passed", "memory", "parity", "seconds")
 
+Run = Mapping[str, Any]
 
-def read(run: Path, memory: Path) -> dict[str, Any]:
+
+def read(run: Path, memory: Path | None) -> dict[str, Any]:
     found = read_events(run / EVENTS_FILE)
     began_s = found.events[0].at_s
     steps = [_fields(event, STEP, began_s) for event in found.named("step")]
     for kept, event in zip(steps, found.named("step"), strict=True):
         kept["supervised"] = bool(event.fields.get("supervised"))
-    with memory.open() as lines:
-        rows = [[float(value) for value in row[:3]] for row in csv.reader(lines)]
     return {
-        "job": {name: found.named("job_started")[0].fields["job"][name] for name in JOB},
+        "job": {name: found.named("job_started")[0].fields["job"].get(name) for name in JOB},
         "steps": steps,
         "updates": [_fields(e, UPDATE, began_s) for e in found.named("update_committed")],
         "evaluations": [_fields(e, EVALUATION, began_s) for e in found.named("eval_finished")],
         "preflight": [_fields(e, PREFLIGHT, began_s) for e in found.named("preflight_finished")],
+        "groups_dropped": len(found.named("group_dropped")),
         "group_seconds": {
             "sampled": _mean_seconds(found, "group_sampled"),
             "graded": _mean_seconds(found, "group_graded"),
         },
-        "last_sample_at_s": round(found.named("group_sampled")[-1].at_s - began_s, 1),
-        "memory": {"columns": ["s", "MiB used", "% busy"], "rows": rows},
-    }
+        "ended_at_s": round(found.events[-1].at_s - began_s, 1),
+        "finished": bool(found.named("job_finished")),
+    } | ({} if memory is None else {"memory": _memory(memory)})
+
+
+def _memory(file: Path) -> dict[str, Any]:
+    with file.open() as lines:
+        rows = [[float(value) for value in row[:3]] for row in csv.reader(lines)]
+    begins = [n for n in range(1, len(rows)) if rows[n][0] < rows[n - 1][0]]  # a new clock
+    rows = rows[begins[-1] if begins else 0 :]
+    return {"columns": ["s", "MiB used", "% busy"], "rows": rows}
 
 
 def _fields(event: Event, names: Sequence[str], began_s: float) -> dict[str, Any]:
     kept = {name: event.fields[name] for name in names if event.fields.get(name) is not None}
-    return {"at_s": round(event.at_s - began_s, 1), **kept}
+    return {"at_s": round(event.at_s - began_s, 1), **_rounded(kept)}
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
 def _mean_seconds(found: RunEvents, name: str) -> float:
-    return float(np.mean([event.fields["seconds"] for event in found.named(name)]))
+    return round(float(np.mean([event.fields["seconds"] for event in found.named(name)])), 4)
 
 
-def draw(result: Mapping[str, Any], folder: Path) -> None:
-    supervised = [one for one in result["steps"] if one["supervised"]]
-    sampled = [one for one in result["steps"] if not one["supervised"]]
-    figure, (drift, loss) = _figure("drift")
-    _drift(drift, sampled, result["updates"])
-    steps, losses = zip(*((one["step"], one["loss"]) for one in supervised), strict=True)
-    loss.semilogy(steps, losses, color="#2563eb", linewidth=1.5)
-    ticks = [0.5, 1, 2, 4, 8]
-    loss.set(xlabel="step", ylabel="supervised loss, nats a token", ylim=(0.4, 10))
-    loss.set_yticks(ticks, labels=[f"{tick:g}" for tick in ticks])
-    loss.minorticks_off()
-    _save(figure, folder / "gpu_run_drift.png")
-
-    figure, (phases, memory) = _figure("seconds")
-    _phases(phases, sampled, result["updates"])
-    seconds, used, _ = np.array(result["memory"]["rows"]).T
-    memory.plot(seconds, used / 1024, color="#2563eb", linewidth=1.5)
-    memory.set(xlabel="seconds of the call", ylabel="GPU memory used, GiB", ylim=(0, 140))
-    _save(figure, folder / "gpu_run_seconds.png")
+def online(run: Run) -> list[dict[str, Any]]:
+    """The steps that trained on samples."""
+    return [one for one in run["steps"] if not one["supervised"]]
 
 
-def _drift(axes: Axes, sampled: list[dict[str, Any]], updates: list[dict[str, Any]]) -> None:
-    steps = [one["step"] for one in sampled]
-    for name, colour in (("mean", "#2563eb"), ("p99", "#f59e0b")):
-        values = [one[f"delta_logprob_{name}"] for one in sampled]
-        axes.semilogy(steps, values, "o-", color=colour, label=f"{name} of the step's tokens")
-    probed = [one for one in updates if "probe_mean_abs_delta" in one]
-    axes.semilogy(
-        [one["policy_version"] for one in probed],
-        [one["probe_mean_abs_delta"] for one in probed],
-        "s--",
-        color="#059669",
-        label="mean of the probe after the update",
-    )
-    axes.axhline(PUBLISHED, color="#64748b", linestyle=":", label=f"published mean, {PUBLISHED}")
-    axes.set(xlabel="step", ylabel="|Δ log p|", xticks=steps, ylim=(3e-3, 2))
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+def values(steps: Sequence[Run], name: str) -> np.ndarray:
+    return np.array([one[name] for one in steps])
 
 
-def phases(step: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a step and of the update that it made; the update runs while the trainer waits."""
+def fit(steps: Sequence[Run], name: str) -> tuple[float, float, float]:
+    """Level at the first step, slope a step, and the slope's standard error."""
+    x, y = values(steps, "step").astype(float), values(steps, name)
+    slope, level = np.polyfit(x - x[0], y, 1)
+    left = y - level - slope * (x - x[0])
+    spread = float(((x - x.mean()) ** 2).sum())
+    error = float(np.sqrt((left**2).sum() / max(1, len(x) - 2) / spread)) if spread else 0.0
+    return float(level), float(slope), error
+
+
+def phases(step: Run, update: Run) -> dict[str, float]:
+    """Seconds of a step and of the update that it made, which runs while the trainer goes on."""
     took = step["seconds"]
     return {
         "wait for groups": took["wait"],
@@ -124,37 +120,92 @@ def phases(step: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, floa
     }
 
 
-def _phases(axes: Axes, sampled: list[dict[str, Any]], updates: list[dict[str, Any]]) -> None:
-    made = {one["policy_version"]: one for one in updates}
-    rows = [phases(step, made[step["step"]]) for step in sampled]
-    colours = ("#cbd5e1", "#2563eb", "#60a5fa", "#a7f3d0", "#34d399", "#f59e0b", "#dc2626")
-    begins = {"trainer": np.zeros(len(rows)), "sampler": np.zeros(len(rows))}
-    steps = np.array([one["step"] for one in sampled])
-    for number, (name, colour) in enumerate(zip(rows[0], colours, strict=True)):
-        side, at = ("trainer", steps - 0.2) if number < 3 else ("sampler", steps + 0.2)
-        values = np.array([row[name] for row in rows])
-        axes.bar(at, values, 0.36, begins[side], color=colour, label=name)
-        begins[side] += values
-    axes.set(xlabel="step (left: trainer, right: its update)", ylabel="seconds", xticks=steps)
-    axes.set_ylim(0, 62)
-    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
+def phase_rows(run: Run) -> tuple[np.ndarray, list[dict[str, float]]]:
+    """Steps whose update was committed, and their phases."""
+    made = {one["policy_version"]: one for one in run["updates"]}
+    pairs = [(one["step"], phases(one, made[one["step"]])) for one in online(run)
+             if one["step"] in made]  # fmt: skip
+    return np.array([step for step, _ in pairs]), [row for _, row in pairs]
 
 
-def _figure(title: str) -> tuple[Figure, tuple[Axes, Axes]]:
-    figure = Figure(figsize=(10.4, 4.0), dpi=120, label=title)
-    figure.set_layout_engine("constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    for axes in (left, right):
-        axes.grid(color="#e2e8f0", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, (left, right)
+def _span(found: np.ndarray, digits: int = 2) -> str:
+    """Median, and the 10 and 90 % quantiles."""
+    low, middle, high = np.quantile(found, [0.1, 0.5, 0.9])
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+def _slope(run: Run, name: str) -> str:
+    _, slope, error = fit(online(run), name)
+    return f"{slope:+.1e} ± {2 * error:.0e}"
+
+
+def _pass_at(run: Run, which: int) -> str:
+    if not run["evaluations"]:
+        return "–"
+    found = run["evaluations"][which]
+    return " / ".join(f"{found['pass_at_k'][k]:.3f}" for k in ("1", "2", "4", "8"))
+
+
+def _per_update(run: Run, name: str) -> np.ndarray:
+    return values([one for one in run["updates"] if name in one], name)
+
+
+def _steps_per_s(run: Run) -> str:
+    at_s = values(online(run), "at_s")
+    return f"{(len(at_s) - 1) / (at_s[-1] - at_s[0]):.3f}"
+
+
+def _phase(name: str) -> Callable[[Run], str]:
+    return lambda run: _span(np.array([row[name] for row in phase_rows(run)[1]]))
+
+
+ROWS: dict[str, Callable[[Run], str]] = {
+    "steps on samples": lambda run: str(len(online(run))),
+    "seconds of the job": lambda run: f"{run['ended_at_s']:.0f}",
+    "mean of abs(Δ log p)": lambda run: _span(values(online(run), "delta_logprob_mean"), 4),
+    "- slope a step, ± 2 standard errors": lambda run: _slope(run, "delta_logprob_mean"),
+    "p99 of abs(Δ log p)": lambda run: _span(values(online(run), "delta_logprob_p99"), 3),
+    "probe after the update": lambda run: _span(_per_update(run, "probe_mean_abs_delta"), 4),
+    "mean lag": lambda run: _span(values(online(run), "lag_mean")),
+    "TIS weights cut, share": lambda run: (
+        f"{values(online(run), 'tis_truncated_share').mean():.2g}"
+    ),
+    "reward, first and last ten steps": lambda run: " to ".join(
+        f"{values(part, 'reward_raw').mean():.3f}" for part in (online(run)[:10], online(run)[-10:])
+    ),
+    "- slope a step, ± 2 standard errors ": lambda run: _slope(run, "reward_raw"),
+    "pass@1/2/4/8 at first": lambda run: _pass_at(run, 0),
+    "pass@1/2/4/8 at last": lambda run: _pass_at(run, -1),
+    "groups a step": lambda run: _span(values(online(run), "groups"), 0),
+    "seconds a step": lambda run: _span(values(online(run), "step_seconds")),
+    "steps a second": _steps_per_s,
+    **{
+        f"- {name}": _phase(name)
+        for name in ("wait for groups", "train", "export and quantise", "stage", "prepare")
+    },
+    "- pause": lambda run: _span(_per_update(run, "pause_s")),
+    "- - of it the server's load": _phase("pause: load"),
+    "whole update": lambda run: _span(_per_update(run, "seconds")),
+    "whole update, GB/s": lambda run: _span(
+        _per_update(run, "bytes") / 1e9 / _per_update(run, "seconds")
+    ),
+    "load, GB/s": lambda run: _span(
+        _per_update(run, "bytes") / 1e9 / _per_update(run, "restore_s")
+    ),
+}
+
+
+def table(runs: Mapping[str, Run]) -> str:
+    """Median (10 to 90 % of the steps), unless said otherwise."""
+    lines = [f"| | {' | '.join(runs)} |", "|---" * (len(runs) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(map(row, runs.values()))} |" for name, row in ROWS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def load(files: Sequence[Path]) -> dict[str, Run]:
+    """By the files' names."""
+    names = [file.stem.removeprefix("gpu_run_").replace("_", " ") for file in files]
+    return {name: json.loads(file.read_text()) for name, file in zip(names, files, strict=True)}
 
 
 def main() -> None:
@@ -162,16 +213,15 @@ def main() -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     reads = actions.add_parser("read")
     reads.add_argument("run", type=Path)
-    reads.add_argument("--memory", type=Path, required=True)
+    reads.add_argument("--memory", type=Path)
     reads.add_argument("--out", type=Path, required=True)
-    draws = actions.add_parser("draw")
-    draws.add_argument("result", type=Path)
-    draws.add_argument("--figures", type=Path, default=Path("docs/figures"))
+    sums = actions.add_parser("table")
+    sums.add_argument("results", type=Path, nargs="+")
     given = parser.parse_args()
     if given.action == "read":
-        given.out.write_text(json.dumps(read(given.run, given.memory), indent=1) + "\n")
+        given.out.write_text(json.dumps(read(given.run, given.memory)) + "\n")
     else:
-        draw(json.loads(given.result.read_text()), given.figures)
+        sys.stdout.write(table(load(given.results)))
 
 
 if __name__ == "__main__":
