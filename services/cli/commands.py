@@ -68,22 +68,6 @@ RunsDir = Annotated[Path, typer.Option(help="Where runs are kept.")]
 
 LOCAL_TRAINER = "http://127.0.0.1:8700"
 
-app.add_typer(runs, name="runs")
-app.add_typer(weights, name="weights")
-app.command()(attribute)
-app.command()(cancel)
-app.command()(convert)
-app.command()(doctor)
-app.command()(explain)
-app.command()(parity)
-app.command()(pause)
-app.command()(plan)
-app.command()(profile)
-app.command("eval")(evaluate)
-app.command()(regrade)
-app.command()(replay)
-app.command()(resume)
-
 
 @app.command()
 def up(
@@ -197,3 +181,21 @@ def watch(
 ) -> None:
     """Follow a job until it ends; exit code 0 only when it finished."""
     run(follow_job(trainer, job_id, as_json=as_json))
+
+
+# `--help` lists them in this order, after those above: what people need first comes first.
+app.command()(pause)
+app.command()(resume)
+app.command()(cancel)
+app.command()(doctor)
+app.command()(profile)
+app.command()(attribute)
+app.command()(explain)
+app.command()(parity)
+app.command("eval")(evaluate)
+app.command()(regrade)
+app.command()(replay)
+app.command()(convert)
+app.command()(plan)
+app.add_typer(runs, name="runs")
+app.add_typer(weights, name="weights")

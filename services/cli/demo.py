@@ -17,7 +17,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from services.cli.document import read_job
+from services.cli.document import check_variables, read_job
 from services.cli.progress import JobView
 from services.cli.run import log_to
 from services.cli.stack import Ports, check_stack, stack_programs
@@ -49,6 +49,7 @@ class DemoOptions:
 async def run_demo(options: DemoOptions, console: Console) -> int:
     """0 only when the job finished and its report is written."""
     document = read_job(options.job, options.changes)
+    check_variables(document)
     check_stack(options.ports)
     stack_dir = options.runs_dir / "_stack" / time.strftime("%Y%m%d-%H%M%S")
     with log_to(stack_dir / "stack.log"):

@@ -1,7 +1,8 @@
 """A job document from a TOML file with values replaced by `--set section.key=value`."""
 
+import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,32 @@ def change_document(document: dict[str, Any], changes: Sequence[str]) -> None:
     """In place."""
     for change in changes:
         _apply(document, change)
+
+
+def check_variables(document: Mapping[str, Any]) -> None:
+    """`ConfigInvalid` for a path with a variable that is not set here.
+
+    For commands that start the trainer themselves: it would refuse the job minutes later.
+    """
+    for key, path in _paths(document):
+        if "$" in os.path.expandvars(path):
+            raise ConfigInvalid(
+                f'{key} = "{path}": a variable in it is not set; set it before the command, as in '
+                "DATA_ROOT=/path/to/files make real-data."
+            )
+
+
+def _paths(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{key}.")
+        elif isinstance(value, list):
+            for at, one in enumerate(value):
+                if isinstance(one, Mapping):
+                    yield from _paths(one, f"{key}.{at}.")
+        elif isinstance(value, str) and (name == "path" or name.endswith("_checkpoint")):
+            yield key, value
 
 
 def _apply(document: dict[str, Any], change: str) -> None:

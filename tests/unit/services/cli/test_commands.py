@@ -41,6 +41,11 @@ def test_completion_of_a_shell_is_written(shell: str, words: str) -> None:
     assert "_TANDEM_COMPLETE=complete_" in told
 
 
+def test_help_begins_with_what_people_need_first() -> None:
+    names = list(dict.fromkeys(name.split()[0] for name in ALL))
+    assert names[:6] == ["up", "demo", "submit", "status", "watch", "pause"]
+
+
 def test_a_shell_is_told_the_commands() -> None:
     asked = {"_TANDEM_COMPLETE": "complete_bash", "COMP_WORDS": "tandem doc", "COMP_CWORD": "1"}
     assert tandem(**asked).stdout.strip() == "doctor"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.document import read_job
+from services.cli.document import check_variables, read_job
 from shared.errors import ConfigInvalid
 
 
@@ -47,3 +47,19 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     broken.write_text("steps = \n")
     with pytest.raises(ConfigInvalid, match=r"broken\.toml is not valid TOML"):
         read_job(broken, [])
+
+
+def test_a_path_with_a_variable_that_is_not_set_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    document = {
+        "data": {"path": "$HERE/a.jsonl", "prompt_template": "$5 {problem}"},
+        "eval": {"also": [{"data": {"path": "$NOWHERE/b.jsonl"}}]},
+        "actor": {"env": {"NCCL_SOCKET_IFNAME": "$ELSEWHERE"}},
+    }
+    monkeypatch.setenv("HERE", "/x")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    with pytest.raises(ConfigInvalid, match=r'eval\.also\.0\.data\.path = "\$NOWHERE/b\.jsonl"'):
+        check_variables(document)
+    monkeypatch.setenv("NOWHERE", "/y")
+    check_variables(document)
