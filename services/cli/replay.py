@@ -1,5 +1,6 @@
 """`replay RUN`: train what a run recorded once more, without samplers."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +15,10 @@ from services.trainer.recording import RECORDING_FILE
 from shared.errors import ConfigInvalid
 from shared.job_algorithm import beyond_its_name
 from shared.refusals import fault
+from shared.weights.manifest import MANIFEST_FILE, Manifest
 
 JOB_FILE = "job.json"
+_FIRST = f"v{0:08d}"
 
 
 def replay(
@@ -35,9 +38,46 @@ def replay(
         document = replay_document(run_dir, changes or [])
         async with TandemClient(trainer, patience_s=10) as client:
             submitted = await client.submit(document)
-        return await follow_job(trainer, submitted.job_id, as_json=as_json)
+        code = await follow_job(trainer, submitted.job_id, as_json=as_json)
+        if code == 0:
+            again = run_dir.resolve().parent / submitted.job_id
+            typer.echo(await asyncio.to_thread(same_weights, run_dir, again), err=as_json)
+        return code
 
     run(command())
+
+
+def same_weights(run_dir: Path, again: Path) -> str:
+    """Whether the newest version that both runs still have is the same, tensor by tensor."""
+    both = _versions(run_dir) & _versions(again)
+    if not both:
+        return (
+            f"Weights are not compared: {run_dir} and {again} have no published version in common."
+        )
+    name = max(both)
+    left, right = _checksums(run_dir, name), _checksums(again, name)
+    differing = [one for one in left | right if left.get(one) != right.get(one)]
+    if not differing:
+        return f"Weights {name} are those of {run_dir.name}: all {len(left)} tensors are equal."
+    return (
+        f"Weights {name} are not those of {run_dir.name}: {len(differing)} of {len(left | right)} "
+        f"tensors differ, {sorted(differing)[0]} among them."
+    )
+
+
+def _versions(run_dir: Path) -> set[str]:
+    """Names of the kept ones, without the first weights, which nobody trained."""
+    found = {path.parent.name for path in (run_dir / "weights").glob(f"v*/{MANIFEST_FILE}")}
+    return found - {_FIRST}
+
+
+def _checksums(run_dir: Path, version: str) -> dict[str, str]:
+    path = run_dir / "weights" / version / MANIFEST_FILE
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as err:
+        raise ConfigInvalid(f"{path} is no manifest: {fault(err)}.") from err
+    return {tensor.name: tensor.checksum for tensor in manifest.tensors}
 
 
 def replay_document(run_dir: Path, changes: list[str]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """A recorded job as one that trains its recording, with other values where they are asked for."""
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from services.cli.replay import replay_document
+from services.cli.replay import replay_document, same_weights
 from services.trainer.recording import RECORDING_FILE
 from shared.errors import ConfigInvalid
 from shared.job import Job
@@ -70,3 +71,36 @@ def test_a_run_that_was_not_recorded_says_how_to_record_one(tmp_path: Path) -> N
 def test_a_replay_may_ask_for_lag_that_the_recorded_job_had_not(tmp_path: Path) -> None:
     assert recorded(tmp_path).deterministic
     assert not replayed(tmp_path, "algorithm.max_lag=4").deterministic
+
+
+def publish(run_dir: Path, version: int, **checksums: str) -> None:
+    folder = run_dir / "weights" / f"v{version:08d}"
+    folder.mkdir(parents=True)
+    tensors = [
+        {
+            "name": name, "shape": [1], "dtype": "F32", "shard": 0, "offset": 4 * at,
+            "num_bytes": 4, "checksum": digit * 32,
+        }
+        for at, (name, digit) in enumerate(checksums.items())
+    ]  # fmt: skip
+    size = 4 * len(tensors)
+    shards = [{"index": 0, "num_bytes": size, "checksum": "0" * 32, "part": 0}]
+    document = {"format": 1, "job_id": run_dir.name, "policy_version": version}
+    manifest = document | {"shards": shards, "tensors": tensors}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_the_weights_of_a_replay_are_held_against_the_runs(tmp_path: Path) -> None:
+    run, again, other = tmp_path / "run", tmp_path / "run-replay", tmp_path / "other"
+    assert "no published version in common" in same_weights(run, again)
+    publish(run, 0, a="0", b="0")
+    publish(again, 0, a="0", b="0")
+    assert "no published version in common" in same_weights(run, again)
+    publish(run, 1, a="1", b="2")
+    publish(run, 2, a="3", b="4")
+    publish(again, 2, a="3", b="4")
+    publish(other, 2, a="3", b="5")
+    assert (
+        same_weights(run, again) == "Weights v00000002 are those of run: all 2 tensors are equal."
+    )
+    assert "1 of 2 tensors differ, b among them" in same_weights(run, other)
