@@ -25,3 +25,9 @@ def test_files_named_beside_a_path_are_in_the_same_folder() -> None:
                 continue
             assert folder is not None, row
             assert (folder / name).exists(), f"{name} of {row}"
+
+
+def test_pages_and_jobs_name_commands_as_the_readme_does() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "configs").glob("*.toml")]
+    assert len(pages) > 10
+    assert [page.name for page in pages if "python -m services.cli" in page.read_text()] == []
