@@ -16,11 +16,18 @@ from services.rollout.models.deepseek_v4_weights import dequantised, published_n
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.weights.effective import effective_checksum
 
+_MOST = 4
+
 
 def checksum_of(
     arch: Architecture, canonical: Mapping[str, Tensor], *, num_threads: int = 1
 ) -> str:
-    """Memory: two tensors of FP32 values a thread. Sets torch's threads to 1."""
+    """Memory: two tensors of FP32 values a thread. Sets torch's threads to 1.
+
+    At most `_MOST` threads: the interpreter is taken in turns, also with the loop that passes
+    requests on to the server.
+    """
+    num_threads = min(num_threads, _MOST)
     pool = ThreadPoolExecutor(
         num_threads, "dequantise", initializer=torch.set_num_threads, initargs=(1,)
     )
