@@ -82,14 +82,16 @@ class RolloutServer:
 
     @property
     def may_take(self) -> bool:
-        """Whether training prompts may be taken: current weights, no evaluation, no pause."""
+        """Whether training prompts may be taken: no evaluation, no pause, weights that its lag
+        allows. While a newer version is on its way, what does not need it is sampled."""
         serving = self.serving
         if serving is None or serving.closing.is_set() or self.paused or not self.is_job_active:
             return False
         if serving.policy_version is None or self._held_version is not None:
             return False
         announced = self._announced_version
-        return announced is not None and serving.policy_version >= announced
+        lag = serving.job.algorithm.max_lag
+        return announced is not None and serving.policy_version >= announced - lag
 
     def describe(self) -> Replica:
         serving = self.serving

@@ -141,6 +141,26 @@ async def test_a_held_or_outdated_server_takes_nothing(
         check_group(group, version=1)
 
 
+async def test_a_lag_lets_a_server_sample_while_a_newer_version_is_on_its_way(
+    redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
+) -> None:
+    async with rollout_process(redis_url, free_port, tmp_path) as server:
+        lags = {"max_lag": 1}
+        await announce_job(redis, trainer, job_document(checkpoint, algorithm=lags))
+        await serve_version(server, redis, trainer, 0)
+        await announce_version(redis, trainer, 1)
+        await eventually(lambda: server.has(current_version=1), "the announcement")
+        await publish(redis, topology.prompts(JOB_ID), make_prompt(0).pack())
+        (group,) = await groups_published(redis, 1)
+        check_group(group, version=0)
+
+        newer = make_prompt(1).model_copy(update={"min_policy_version": 1})
+        await publish(redis, topology.prompts(JOB_ID), newer.pack())
+        assert (await server.update(trainer, 1)).status_code == 200
+        (_, group) = await groups_published(redis, 2)
+        check_group(group, version=1)
+
+
 async def test_updates_in_mid_generation_keep_the_group_with_exact_spans(
     redis: Redis, redis_url: str, free_port: int, tmp_path: Path, checkpoint: Path, trainer: Trainer
 ) -> None:
