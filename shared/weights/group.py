@@ -62,7 +62,8 @@ class _Group:
     def __init__(self, transfer: GroupTransfer) -> None:
         check_settings(transfer)
         self._transfer = transfer
-        self._ends_s = time.monotonic() + transfer.deadline_s
+        self._began_s = time.monotonic()
+        self._ends_s = self._began_s + transfer.deadline_s
         self.device = torch.device("cuda" if transfer.backend == "nccl" else "cpu")
         self._store = self._meet()
         self.note("joined")
@@ -142,7 +143,7 @@ class _Group:
             time.sleep(_POLL_S)
         who = ", ".join(silent) or "a member whose connection broke"
         what = f"{who} to take shard {shard.index} ({_last_line(err)})"
-        return DeadlineExceeded(what, self._transfer.deadline_s)
+        return DeadlineExceeded(what, round(time.monotonic() - self._began_s, 1))
 
 
 def check_settings(transfer: GroupTransfer) -> None:

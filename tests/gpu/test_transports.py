@@ -34,6 +34,7 @@ from shared.process import free_port
 from shared.weights.group import send_shards
 from shared.weights.manifest import Manifest, ShardEntry, shard_file
 from shared.weights.protocol import GroupTransfer
+from tests.gpu.releases import SINGLE
 from tests.gpu.sglang_world import Driven, Place, Staged, World, running
 from tests.gpu.test_sglang import FLOOR, departure, is_exact, refused
 from tests.integration.test_weight_forwarding import Peer
@@ -157,6 +158,7 @@ async def test_a_version_is_pulled_over_http(
     seconds = []
     try:
         for peer in peers:
+            peer.engine.spec.arch = SINGLE
             began_s = time.monotonic()
             pulling.begin(peer, 0, sources=[pulling.url])
             await pulling.staged(peer, 0)

@@ -141,6 +141,7 @@ def test_a_member_that_hangs_in_the_middle_is_named() -> None:
     told = [str(error) for error in errors if error is not None]
     assert told
     assert any("rollout-1" in text for text in told), told
+    assert all(text.endswith(")") for text in told), told  # with the transport's own reason
     assert not any("rollout-0" in text for text in told), told
     thread.join(20.0)
 
