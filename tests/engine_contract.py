@@ -351,17 +351,19 @@ async def test_a_caller_that_gives_up_ends_what_waits_in_a_paused_engine(world: 
     """At once: it neither stays in the queue nor is it sampled when the engine goes on."""
     await world.activate(world.model.variant(0))
     await world.engine.pause()
-    waiting = asyncio.create_task(world.generate(world.request(samples=4, tokens=240)))
-    async with asyncio.timeout(30):
-        while world.engine.load.waiting < 4:  # noqa: ASYNC110  the engine tells it
-            await asyncio.sleep(0.02)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    async with asyncio.timeout(20):
-        while world.engine.load.waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    await world.engine.go_on()
+    try:
+        waiting = asyncio.create_task(world.generate(world.request(samples=4, tokens=240)))
+        async with asyncio.timeout(30):
+            while world.engine.load.waiting < 4:  # noqa: ASYNC110  the engine tells it
+                await asyncio.sleep(0.02)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with asyncio.timeout(20):
+            while world.engine.load.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    finally:
+        await world.engine.go_on()
     (one,) = await world.generate(world.request(samples=1, tokens=8))
     world.check(one)
 

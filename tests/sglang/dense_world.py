@@ -99,6 +99,10 @@ class Load:
     def running(self) -> int:
         return self.engine.num_running
 
+    @property
+    def waiting(self) -> int:
+        return self.engine.num_waiting
+
 
 class DenseEngine:
     """Answers as `Engine` does, without a child in between."""
