@@ -48,6 +48,8 @@ class Session:
         self._retries: dict[bytes, tuple[int, int]] = {}  # all of them, those that may bury
         self._to_ack: list[bytes] = []
         self._acking = asyncio.Lock()
+        # A lease that is renewed just after it was given up would run for its whole length.
+        self._leasing = asyncio.Lock()
         self._room = asyncio.Event()
         self._reading: asyncio.Task[list[Delivery]] | None = None
         self._own_from: bytes | None = b"0"  # where our unacked messages of an earlier life go on
@@ -145,11 +147,11 @@ class Session:
         held = [(entry_id, self._held[entry_id]) for entry_id in ids if entry_id in self._held]
         for start in range(0, len(held), _IDS_PER_COMMAND):
             chunk = held[start : start + _IDS_PER_COMMAND]
-            async with self._redis.pipeline(transaction=False) as pipe:
+            async with self._leasing, self._redis.pipeline(transaction=False) as pipe:
                 for entry_id, times_delivered in chunk:
                     self._queue_release(pipe, entry_id, times_delivered - 1, delay_s=0.0)
                 await pipe.execute()
-            self._forget(entry_id for entry_id, _ in chunk)
+                self._forget(entry_id for entry_id, _ in chunk)
 
     async def ensure_group(self) -> None:
         c = self._consumer
@@ -164,13 +166,15 @@ class Session:
         c = self._consumer
         while True:
             await asyncio.sleep(c.lease_s / 3)
-            ids = list(self._held)
-            try:
-                for start in range(0, len(ids), _IDS_PER_COMMAND):
-                    chunk: Any = ids[start : start + _IDS_PER_COMMAND]
-                    await self._redis.xclaim(c.stream, c.group, c.name, 0, chunk, justid=True)
-            except RedisError as err:
-                log.warning("leases_not_renewed", stream=c.stream, held=len(ids), error=str(err))
+            async with self._leasing:
+                ids = list(self._held)
+                try:
+                    for start in range(0, len(ids), _IDS_PER_COMMAND):
+                        chunk: Any = ids[start : start + _IDS_PER_COMMAND]
+                        await self._redis.xclaim(c.stream, c.group, c.name, 0, chunk, justid=True)
+                except RedisError as err:
+                    held = len(ids)
+                    log.warning("leases_not_renewed", stream=c.stream, held=held, error=str(err))
 
     async def close(self) -> None:
         """Hand back what is held, as far as the broker answers soon."""
@@ -320,10 +324,10 @@ class Session:
             await self._release(delivery, delivery.times_delivered, delay_s)
 
     async def _release(self, delivery: Delivery, count: int, delay_s: float) -> None:
-        async with self._redis.pipeline(transaction=False) as pipe:
+        async with self._leasing, self._redis.pipeline(transaction=False) as pipe:
             self._queue_release(pipe, delivery.entry_id, count, delay_s)
             await pipe.execute()
-        self._forget([delivery.entry_id])
+            self._forget([delivery.entry_id])
 
     def _delay_s(self, attempt: int) -> float:
         c = self._consumer

@@ -1,6 +1,7 @@
 """Delivery, take-over and burial on a real broker."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -186,6 +187,31 @@ async def test_endless_retries_are_bounded(redis):
         await until(lambda: nothing_left(redis))
     (letter,) = await dead_letters(redis, STREAM)
     assert letter.reason == "retried 3 times: never ready"
+
+
+async def test_a_lease_is_not_renewed_behind_the_back_of_a_retry(redis, monkeypatch):
+    """The broker gets the renewal late: the message still comes again soon, not a lease later."""
+    asked, sent, calls_s = asyncio.Event(), asyncio.Event(), []
+    claim = redis.xclaim
+
+    async def late_claim(*args, **named):
+        asked.set()
+        await asyncio.wait_for(sent.wait(), 5)
+        return await claim(*args, **named)
+
+    async def handle(body):
+        calls_s.append(time.monotonic())
+        if len(calls_s) == 1:
+            await asyncio.wait_for(asked.wait(), 5)
+            asyncio.get_running_loop().call_later(0.2, sent.set)
+            calls_s[0] = time.monotonic()
+            raise Retryable("busy")
+
+    await publish(redis, STREAM, b"x")
+    monkeypatch.setattr(redis, "xclaim", late_claim)
+    async with consuming(consumer(redis, lease_s=3.0, retry_s=0.6), handle):
+        await until(lambda: nothing_left(redis))
+    assert calls_s[1] - calls_s[0] < 2.0
 
 
 async def test_what_is_on_its_way_is_waited_for_beyond_the_retries(redis):

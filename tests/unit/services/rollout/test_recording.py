@@ -1,4 +1,8 @@
-"""The choices that an engine records: at every token those under which the next one was sampled."""
+"""The choices that an engine records: at every token those under which the next one was sampled.
+
+Activations are unrounded: sums of a whole pass are in another order, and a rounded code that flips
+with it may change a choice.
+"""
 
 import numpy as np
 import pytest
@@ -12,7 +16,7 @@ from services.rollout.models.deepseek_v4 import Choices, Sampler
 from services.rollout.models.deepseek_v4_cache import Cache, Run
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.checkpoint import quantise_tensor
-from shared.quant.activation import RELEASE
+from shared.quant.activation import UNQUANTISED
 from shared.quant.policy import POLICIES
 from shared.routes import (
     first_selecting_token,
@@ -45,7 +49,7 @@ def built(version: int) -> LoadedVersion:
 
 def new_scheduler(version: LoadedVersion, recording: Recording = BOTH, **limits: int) -> Scheduler:
     sizes = {"max_running": 16, "max_tokens": 64} | limits
-    scheduler = Scheduler(Sampler(ARCH, RELEASE), limits=Limits(**sizes), recording=recording)
+    scheduler = Scheduler(Sampler(ARCH, UNQUANTISED), limits=Limits(**sizes), recording=recording)
     scheduler.switch(version, "in_place")
     return scheduler
 
@@ -67,7 +71,7 @@ def chosen(version: LoadedVersion, tokens: np.ndarray) -> tuple[np.ndarray, np.n
     """What one pass over a whole sequence chooses: expert ids, and the bits of kept entries."""
     cache, choices = Cache(ARCH, num_slots=1, max_tokens=64), Choices()
     step = cache.prefill_step([Run(0, 0, tokens)])
-    Sampler(ARCH, RELEASE).hidden(version.derived, cache, step, choices=choices)
+    Sampler(ARCH, UNQUANTISED).hidden(version.derived, cache, step, choices=choices)
     num = len(tokens)
     experts = torch.stack(choices.experts, 1)[:num].numpy()
     kept = torch.stack(choices.entries, 1)[:num].numpy()
