@@ -24,6 +24,8 @@ from shared.job_warm_up import WarmUpSection
 from shared.parallel import Layout
 from shared.section import Section
 
+JOB_FILE = "job.json"  # of a run folder: the job, every default written out
+
 
 class CheckpointSection(Section):
     every_steps: int = Field(10, gt=0)

@@ -11,12 +11,11 @@ from typing import Any
 
 from shared.data.suites import SUITES
 from shared.errors import ConfigInvalid
-from shared.job import Job, expand_path
+from shared.job import JOB_FILE, Job, expand_path
 from shared.job_eval import SuiteSection
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.refusals import fault
 
-JOB_FILE = "job.json"
 DEFAULT_RESPONSE_TOKENS = 4096
 DEFAULT_GRADER = "math"
 _OF_THE_RUN_ALONE = {"budgets", "every_steps", "deadline_s", "server", "also"}

@@ -18,12 +18,11 @@ from services.cli.child import ask_child
 from services.cli.run import run
 from services.trainer.recorded import RecordedSample, find_sample, version_folders
 from shared.errors import ConfigInvalid
-from shared.job import Job, expand_path
+from shared.job import JOB_FILE, Job, expand_path
 from shared.parity.rescore_request import RescoreRequest, RescoreResult
 from shared.refusals import fault
 from shared.tokenizer import CheckpointTokenizer
 
-JOB_FILE = "job.json"
 NOISE = 1e-6
 """What is sampled is computed again in the same order, so that bits are equal; another processor
 may still round otherwise."""

@@ -29,7 +29,7 @@ from shared.broker import HOST
 from shared.chat import graded_text
 from shared.errors import ConfigInvalid, HttpFailed, TandemError
 from shared.http import HttpClient
-from shared.job import Job
+from shared.job import JOB_FILE, Job
 from shared.job_reward import OverlongSection, RewardPart, RewardSection
 from shared.local_stack import running
 from shared.messages import Outcome, Score, ScoredGroup
@@ -40,7 +40,6 @@ ITEMS_AT_ONCE, BYTES_AT_ONCE = 1000, 32 * 2**20
 REQUEST_S = 600.0
 # Of files that do not say how they were graded.
 UNKNOWN_GRADER, UNKNOWN_TIMEOUT_S = "math", 5.0
-JOB_FILE = "job.json"
 SAME = 1e-9  # values closer than this are the same
 _OUTCOMES: TypeAdapter[list[Outcome]] = TypeAdapter(list[Outcome])
 

@@ -13,12 +13,12 @@ from services.cli.watch import follow_job
 from services.client import TandemClient
 from services.trainer.recording import RECORDING_FILE
 from shared.errors import ConfigInvalid
+from shared.job import JOB_FILE
 from shared.job_algorithm import beyond_its_name
 from shared.refusals import fault
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 
-JOB_FILE = "job.json"
-_FIRST = f"v{0:08d}"
+_FIRST = "v00000000"
 
 
 def replay(

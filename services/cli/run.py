@@ -63,8 +63,8 @@ async def _until_signal(command: Coroutine[Any, Any, int], *, drains: bool) -> i
 
     def stop(number: signal.Signals) -> None:
         if not received:  # once: a second Ctrl-C must not cut the draining short
-            more = "ping, this drains what is running" if drains else "ped"
-            sys.stderr.write(f"\n{number.name}: stop{more}\n")
+            what = "stopping, this drains what is running" if drains else "stopped"
+            sys.stderr.write(f"\n{number.name}: {what}\n")
             task.cancel()
         received.append(number)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from services.evaluator.plan import EvaluationFailed
 from shared.errors import DeadlineExceeded, HttpFailed
 from shared.http import HttpClient
-from shared.job import Job, expand_path
+from shared.job import JOB_FILE, Job, expand_path
 from shared.process import free_port
 from shared.tasks import end
 from shared.telemetry import now_s
@@ -26,7 +26,7 @@ from shared.weights.manifest import MANIFEST_FILE, Manifest
 
 HOST = "127.0.0.1"
 OFFLINE = "offline"  # in place of a job's id
-JOB_FILE, CONFIG_FILE = "job.json", "config.json"
+CONFIG_FILE = "config.json"
 TORCH_DIST_FILE = ".metadata"
 POLL_S, GOODBYE_S = 0.2, 10.0
 MAX_LAST_WORDS = 600  # characters of the child's own words that are told

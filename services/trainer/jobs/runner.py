@@ -36,11 +36,11 @@ from services.trainer.tracking.process import tracking
 from shared.environment import environment_of
 from shared.errors import TandemError
 from shared.http import HttpClient
+from shared.job import JOB_FILE
 from shared.tasks import end, first_of
 from shared.telemetry import bind_process
 
 log = structlog.get_logger()
-JOB_FILE = "job.json"
 CLOSE_S = 5.0  # what a cancelled conductor may need beyond its loops' goodbye
 MAX_ATTEMPTS = 4  # times that the process may die, unasked, without a step of the job between
 BeginRanks = Callable[[StoredJob, Path], StartRanks]

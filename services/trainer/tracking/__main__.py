@@ -14,7 +14,7 @@ import structlog
 
 from services.trainer.tracking.follow import follow
 from services.trainer.tracking.writers import writers_of
-from shared.job import Job
+from shared.job import JOB_FILE, Job
 from shared.telemetry import bind_process, configure_logging
 
 log = structlog.get_logger()
@@ -36,7 +36,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, stop)
     if "--follow" not in sys.argv:
         stopped.set()
-    job = Job.model_validate(json.loads((run_dir / "job.json").read_text()))
+    job = Job.model_validate(json.loads((run_dir / JOB_FILE).read_text()))
     writers = writers_of(job.tracking, run_dir, document=job.model_dump(mode="json"))
     try:
         lines = follow(run_dir, writers, wait=lambda: not stopped.wait(LOOK_S))
