@@ -3,7 +3,8 @@
     recording.sqlite    groups: each as it came, graded    steps: who was trained, in which order
 
 A group is kept before its message is acked, a step before its batch is committed, so that a
-recording lacks nothing that the books have. What is kept twice (a crash in between) counts once.
+recording lacks nothing that the books have. What is kept twice (a crash in between) counts once;
+a step that the books do not have is none.
 """
 
 import json
@@ -102,9 +103,9 @@ class Recording:
             ),
         )
 
-    def forget_step(self, step: int) -> None:
-        """It was refused."""
-        self._db.execute("DELETE FROM steps WHERE step = ?", (step,))
+    def forget_after(self, step: int) -> None:
+        """What the books do not have: it was refused, or its process died before it was theirs."""
+        self._db.execute("DELETE FROM steps WHERE step > ?", (step,))
 
     def steps(self) -> list[RecordedStep]:
         with self._reading("its steps"):

@@ -8,11 +8,14 @@ On a CPU bit for bit; where a setting differs (another loss, say), that is the e
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from services.trainer.admission import Admission
 from services.trainer.assembly import Parts
 from services.trainer.batches import KeptGroup, Unusable, dropped_facts, judge
+from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.entries import Draw
 from services.trainer.pausing import JobPaused
 from services.trainer.recording import RecordedStep, Recording, RecordingUnreadable
@@ -39,9 +42,10 @@ class Replayer:
         document = p.job.model_dump(mode="json")
         p.record.note(p.events("job_started", job=document, step=p.books.last_step()))
         assert p.job.recording is not None
-        recording = await asyncio.to_thread(Recording.of_run, expand_path(p.job.recording))
+        recorded_run = expand_path(p.job.recording)
+        recording = await asyncio.to_thread(Recording.of_run, recorded_run)
         try:
-            recorded = recording.steps()
+            recorded = await asyncio.to_thread(_taken, recording, recorded_run)
             last = recorded[-1].step if recorded else 0
             if last < p.job.steps:
                 raise RecordingUnreadable(
@@ -125,6 +129,18 @@ class Replayer:
                 one.group_id, reason=verdict.reason, event=event, rewards=verdict.rewards
             )
         p.record.flush_journal()
+
+
+def _taken(recording: Recording, run_dir: Path) -> list[RecordedStep]:
+    """The steps that the run took. One is recorded before it is in the books, and forgotten after
+    it was undone there; a process that died in between, and was not followed by another, left it.
+    """
+    steps, path = recording.steps(), run_dir / BOOKS_FILE
+    if not path.is_file():  # a recording alone
+        return steps
+    with closing(Books(path)) as books:
+        last = books.last_step()
+    return [step for step in steps if step.step <= last]
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ class StepTaker:
     def read_progress(self) -> None:
         p = self.parts
         p.progress.step = p.books.last_step()
+        if p.recording is not None:
+            p.recording.forget_after(p.progress.step)
         p.progress.usable_share = p.books.usable_share()
         p.progress.policy_version = version_of(p.progress.step, p.books)
 
@@ -227,8 +229,6 @@ class StepTaker:
             for group in p.books.groups_of_step(refused.step)
         ]
         p.books.refuse_step(refused.step, reason="refused", events=dropped)
-        if p.recording is not None:
-            p.recording.forget_step(refused.step)
         p.record.flush_journal()
         self.read_progress()
 

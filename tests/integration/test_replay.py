@@ -22,6 +22,7 @@ from shared.messages import Outcome, PromptGroup
 from tests.integration.conductor_world import (
     JOB_ID,
     ConductorConfig,
+    Crash,
     FakeRanks,
     World,
     alternating,
@@ -142,6 +143,48 @@ async def test_a_replay_whose_step_was_refused_cannot_take_its_groups_again(
     with pytest.raises(RecordingUnreadable, match="step 2: none of its groups can be trained"):
         await again.run()
     assert [step for step, _ in again.history] == [1, 1]  # replayed from its redo log
+
+
+@pytest.mark.parametrize("moment", ["kept", "refused"])
+async def test_a_step_whose_process_died_before_the_books_had_it_is_not_replayed(
+    redis: Redis, tmp_path: Path, moment: str
+) -> None:
+    """Recorded and not yet committed, or undone in the books and not yet in the recording."""
+    job = make_job(record=True)
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.refuse_steps |= {3} if moment == "refused" else set()
+        dying = world.conductor()
+        books = dying.parts.books
+        name = {"kept": "commit_batch", "refused": "refuse_step"}[moment]
+        act = getattr(books, name)
+
+        def die(step: int, **named: Any) -> None:
+            if moment == "refused":
+                act(step, **named)
+            if step == 3:
+                raise Crash(name)
+            if moment == "kept":
+                act(step, **named)
+
+        setattr(books, name, die)
+        with pytest.raises(Crash):
+            await asyncio.wait_for(dying.run(), 20)
+        await dying.close(None)
+        assert recorded_steps(world.run_dir) == [1, 2, 3]
+        trained = world.ranks.weights
+        with pytest.raises(RecordingUnreadable, match="has 2 steps, the job asks for 3"):
+            await Replay(redis, tmp_path / "long", world.run_dir, steps=3).run()
+        again = Replay(redis, tmp_path / "again", world.run_dir, steps=2)
+        assert (await again.run()).weights == trained
+        following = world.conductor()
+        await following._steps.restore()
+        await following.close("paused")
+        assert recorded_steps(world.run_dir) == [1, 2]
+
+
+def recorded_steps(run_dir: Path) -> list[int]:
+    with contextlib.closing(Recording.of_run(run_dir)) as recording:
+        return [step.step for step in recording.steps()]
 
 
 async def test_a_replay_of_too_little_says_so(redis: Redis, tmp_path: Path) -> None:
