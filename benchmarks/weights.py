@@ -4,7 +4,8 @@
 version from a server's process into files of ours, checked, beside raw loopback TCP of the same
 bytes, which one buffer of 1 MiB receives and nobody keeps.
 Export: quantised, checksummed, written, beside one pass of plain torch. Update: a real engine child
-that samples meanwhile: how long it stands still, and how much memory it takes.
+that samples meanwhile, with a probe as a job's has it: how long no step is made, what running
+completions cost after that, and how much memory it takes.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from services.rollout.engine.embedded import EmbeddedEngine
 from services.rollout.engine.engine import Engine, running_engine
 from services.rollout.engine.requests import EngineSpec, GroupRequest
 from services.rollout.staging import Stager
@@ -40,13 +42,21 @@ from shared.models.deepseek_v4.names import weight_shapes
 from shared.quant.policy import POLICIES
 from shared.weights.delta import encode_delta
 from shared.weights.manifest import Manifest, ShardEntry, delta_file, shard_file
-from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate
+from shared.weights.protocol import (
+    BeginUpdate,
+    CommitResult,
+    CommitUpdate,
+    Probe,
+    ProbeSequence,
+)
 from shared.weights.shard_server import Kind, ShardServer
 
 JOB_ID = "benchmark"
 SHARD_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
 REPEATS = 3
+PROBE_SEQUENCES = 4  # as many as a job has by default
+PROBE_TOKENS = 128  # as many of each are compared at most
 Row = tuple[str, str, str, str]  # what, measured, bound, details
 
 
@@ -228,6 +238,7 @@ async def _measure_update(given: argparse.Namespace) -> list[Row]:
         del weights
         source = ShardServer(lambda version, kind, index: _file(root, version, kind, index))
         spec = EngineSpec(arch, 16, context_length=256, quantise_activations=True, num_threads=1)
+        probes = _probes(spec, root, versions=range(3))
         async with running_engine(spec) as engine:
             updates = Updates(
                 engine,
@@ -239,14 +250,39 @@ async def _measure_update(given: argparse.Namespace) -> list[Row]:
                 on_change=lambda: None,
             )
             empty = anonymous_bytes(engine.pid)
-            found = [await _update(updates, engine, root, source, version) for version in range(3)]
+            found = [
+                await _update(updates, engine, root, source, version, probe)
+                for version, probe in enumerate(probes)
+            ]
             await updates.close()
         await asyncio.to_thread(source.close)
     return _update_rows(found[1:], empty, found[0])
 
 
+def _probes(spec: EngineSpec, root: Path, *, versions: Iterable[int]) -> list[Probe]:
+    """What a trainer that rounds as the engine does expects of each version."""
+    generator, engine = np.random.default_rng(0), EmbeddedEngine(spec)
+    shape = (PROBE_SEQUENCES, PROBE_TOKENS)
+    sequences = generator.integers(5, spec.arch.vocab_size, shape).tolist()
+    probes = []
+    for version in versions:
+        engine.load(root / str(version), version)
+        _, scores = engine.score(sequences, 1.0, version)
+        expected = [
+            ProbeSequence(token_ids=token_ids, logprobs=logprobs.tolist())
+            for token_ids, logprobs in zip(sequences, scores, strict=True)
+        ]
+        probes.append(Probe(sequences=expected, max_mean_abs_delta=1e-3))
+    return probes
+
+
 async def _update(
-    updates: Updates, engine: Engine, root: Path, source: ShardServer, version: int
+    updates: Updates,
+    engine: Engine,
+    root: Path,
+    source: ShardServer,
+    version: int,
+    probe: Probe,
 ) -> dict[str, float]:
     """One whole update while completions are sampled."""
     manifest = Manifest.model_validate_json((root / str(version) / "manifest.json").read_bytes())
@@ -268,13 +304,14 @@ async def _update(
         await asyncio.sleep(0.01)
     status = updates.status(version)
     assert status.state == "staged", status.error
-    result: CommitResult = await updates.commit(version, CommitUpdate())
+    result: CommitResult = await updates.commit(version, CommitUpdate(probe=probe))
     seconds = time.perf_counter() - began_s
     peak = memory.stop()
     await asyncio.gather(*sampling)
     return {
         "seconds": seconds,
         "pause_s": result.pause_s,
+        "probe_s": result.probe_s,
         "resume_s": result.resume_s,
         "share_pulled": status.pulled_bytes / manifest.num_bytes,
         "before": before,
@@ -288,17 +325,25 @@ def _update_rows(found: list[dict[str, float]], empty: int, first: dict[str, flo
     slowest = max(found, key=lambda one: one["pause_s"] / one["seconds"])
     share = slowest["pause_s"] / slowest["seconds"]
     anew = max(one["resume_s"] / one["seconds"] for one in found)
-    anew_s = " and ".join(f"{one['resume_s']:.1f}" for one in found)
+    anew_s, probe_s = (
+        " and ".join(f"{one[phase]:.1f}" for one in found) for phase in ("resume_s", "probe_s")
+    )
     one_version = first["after"] - empty
     rest = found[0]["before"] - one_version  # of the process and of what it samples
     memory = max((one["peak"] - rest) / (2 * one_version) for one in found)
     pulled = ", ".join(f"{one['share_pulled']:.0%}" for one in found)
     return [
         (
-            "pause",
+            "pause: no step, with the prompt that proves it",
             f"{share:.2%}",
             "<= 10 %",
             f"of the update: {1e3 * slowest['pause_s']:.1f} ms of {slowest['seconds']:.2f} s",
+        ),
+        (
+            f"probe of {PROBE_SEQUENCES} x {PROBE_TOKENS} tokens",
+            f"{max(one['probe_s'] / one['seconds'] for one in found):.0%}",
+            "",
+            f"of the update, beside sampling: {probe_s} s",
         ),
         (
             "computing 16 running completions anew",
