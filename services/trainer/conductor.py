@@ -25,7 +25,7 @@ from services.trainer.load import step_load
 from services.trainer.pausing import JobPaused
 from services.trainer.publisher import NoServerLeft, VersionRefused
 from services.trainer.run_environment import keep_environment
-from services.trainer.same_data import check_rows
+from services.trainer.same_data import check_inputs
 from services.trainer.steps import EndState, StepTaker
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.warm_up import warm_up
@@ -56,7 +56,7 @@ class Conductor:
         p = self.parts
         document = p.job.model_dump(mode="json")
         p.record.note(p.events("job_started", job=document, step=p.books.last_step()))
-        await asyncio.to_thread(check_rows, p.books, p.source)
+        await asyncio.to_thread(check_inputs, p.books, p.source)
         await p.preflight.check_memory()
         await self._announce()
         await self._steps.restore()

@@ -34,7 +34,7 @@ class NoPromptFits(TandemError):
 
 
 class DataChanged(TandemError):
-    """The data set (or the tokenizer) is not the one that the run has drawn from."""
+    """A data set, the tokenizer or a checkpoint is not the one that the run began with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.entries import Draw
 from services.trainer.pausing import JobPaused
 from services.trainer.recording import RecordedStep, Recording, RecordingUnreadable
+from services.trainer.same_data import check_inputs
 from services.trainer.steps import EndState, StepTaker
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.warm_up import warm_up
@@ -41,6 +42,7 @@ class Replayer:
         p = self.parts
         document = p.job.model_dump(mode="json")
         p.record.note(p.events("job_started", job=document, step=p.books.last_step()))
+        await asyncio.to_thread(check_inputs, p.books, p.source)
         assert p.job.recording is not None
         recorded_run = expand_path(p.job.recording)
         recording = await asyncio.to_thread(Recording.of_run, recorded_run)

@@ -23,6 +23,7 @@ from services.trainer.conductor import Conductor
 from services.trainer.config import ConductorConfig, TrainerConfig
 from services.trainer.jobs.store import StoredJob
 from services.trainer.keeper import RankKeeper, StartRanks, StepRefused
+from services.trainer.recording import RECORDING_FILE, Recording
 from services.trainer.steps import EndState
 from shared import topology
 from shared.messages import JobAnnounced
@@ -69,6 +70,14 @@ class Trainer:
             while True:
                 status = (await self.http.get(f"/v1/jobs/{job_id}")).json()
                 if status["state"] == state:
+                    return status
+                await asyncio.sleep(0.05)
+
+    async def until_error(self, job_id: str, part: str) -> dict[str, Any]:
+        async with asyncio.timeout(15):
+            while True:
+                status = (await self.http.get(f"/v1/jobs/{job_id}")).json()
+                if part in (status["error"] or ""):
                     return status
                 await asyncio.sleep(0.05)
 
@@ -567,6 +576,29 @@ async def test_a_job_whose_data_was_edited_meanwhile_goes_on_with_the_old(
         async with asyncio.timeout(10):
             while (active := runner.active) is None or active.parts.publisher.current is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("mode", ["online", "train_only"])
+async def test_a_job_whose_checkpoint_was_replaced_meanwhile_says_which_file(
+    config: TrainerConfig, tmp_path: Path, mode: str
+) -> None:
+    weights = tmp_path / "policy" / "model.safetensors"
+    recorded = tmp_path / "recorded"
+    recorded.mkdir()
+    Recording(recorded / RECORDING_FILE).close()
+    sections = {"mode": mode, "recording": str(recorded)} if mode == "train_only" else {}
+    async with running(config, tmp_path) as trainer:
+        job_id = await trainer.submit(**sections)
+        await trainer.until_state(job_id, "failed" if sections else "running")
+        await until_started(config.runs_dir / job_id, times=1)
+        await trainer.http.post(f"/v1/jobs/{job_id}/pause")
+        await trainer.until_state(job_id, "failed" if sections else "paused")
+        weights.write_bytes((3).to_bytes(8, "little") + b"{} ")
+        await trainer.http.post(f"/v1/jobs/{job_id}/resume")
+        status = await trainer.until_error(job_id, "DataChanged")
+        assert status["state"] == "failed"
+        for part in (f"model.rollout_checkpoint {weights} is", ": 10 bytes, ", " then, 11 bytes, "):
+            assert part in status["error"]
 
 
 async def test_the_broker_forgets_a_job_that_is_cancelled_while_it_waits_to_go_on(
