@@ -85,7 +85,8 @@ class DenseVersions(Versions):
         folder = self._folder / f"v{manifest.policy_version:08d}"
         shutil.rmtree(folder, ignore_errors=True)
         write_folder(folder, stored, CONFIG.to_dict())
-        checksum = effective_checksum((name, stored[name].numpy()) for name in sorted(stored))
+        values = [(name, stored[name].numpy()) for name in sorted(stored)]
+        checksum = asyncio.create_task(asyncio.to_thread(effective_checksum, values))
         return Good(manifest.policy_version, folder, checksum, {})
 
 

@@ -59,7 +59,7 @@ class Good:
 
     policy_version: int
     folder: Path
-    checksum: str
+    checksum: asyncio.Task[str]  # of its effective values: takes longer than the server's load
     tables: Tables  # of its hash layers
     proven: Proven | None = None  # its probe
 
@@ -109,6 +109,7 @@ class Versions:
                 proven = await self._replace(candidate, commit, watch, limit)
                 self._serve(proven)
         except BaseException:
+            candidate.checksum.cancel()
             shutil.rmtree(candidate.folder, ignore_errors=True)
             raise
         finally:
@@ -125,7 +126,7 @@ class Versions:
             "version": proven.policy_version,
             **seconds,
             "probe_mean_abs_delta": proven.proven and proven.proven.mean_abs_delta,
-            "effective_checksum": proven.checksum,
+            "effective_checksum": await proven.checksum,
         }
 
     async def recover(self) -> None:
@@ -179,12 +180,16 @@ class Versions:
         canonical = await asyncio.to_thread(_canonical, arch, manifest, staged)
         folder = self._folder / f"v{manifest.policy_version:08d}"
         shutil.rmtree(folder, ignore_errors=True)
-        config = config_of(self.engine.spec, self._spec)
-        _, checksum = await asyncio.gather(
-            asyncio.to_thread(write_folder, folder, canonical, config),
-            asyncio.to_thread(checksum_of, arch, canonical, num_threads=threads),
+        checksum = asyncio.create_task(
+            asyncio.to_thread(checksum_of, arch, canonical, num_threads=threads)
         )
-        return Good(manifest.policy_version, folder, checksum, tables_of(canonical))
+        try:
+            config = config_of(self.engine.spec, self._spec)
+            await asyncio.to_thread(write_folder, folder, canonical, config)
+            return Good(manifest.policy_version, folder, checksum, tables_of(canonical))
+        except BaseException:
+            checksum.cancel()
+            raise
 
     async def _replace(
         self, candidate: Good, commit: CommitUpdate, watch: Stopwatch, limit: Limit
@@ -215,7 +220,7 @@ class Versions:
     ) -> "_Before | None":
         """What the version that is to be replaced says to the probe, where the two differ."""
         sequences = [] if probe is None else [one.token_ids for one in probe.sequences]
-        if not sequences or self.good is None or self.good.checksum == candidate.checksum:
+        if not sequences or self.good is None:
             return None
         client = self._server.client
         await client.go_on()  # paused, it would score nothing; the gate lets nobody else in
@@ -237,7 +242,7 @@ class Versions:
         left_s = limit.left_s()
         await check_forgotten(client, before.witness, vocab_size=vocab_size, timeout_s=left_s)
         proven = await self._prove(candidate, probe, limit)
-        _check_moved(before.scores, proven.proven)
+        await self._check_moved(before.scores, proven)
         return proven
 
     async def _load(self, folder: Path, transport: Transport, limit: Limit) -> None:
@@ -254,6 +259,22 @@ class Versions:
         scores = await self._scores([one.token_ids for one in probe.sequences], limit)
         proven = prove(version.policy_version, probe, scores, anchor=self._anchor)
         return replace(version, proven=proven)
+
+    async def _check_moved(self, before: list[np.ndarray], candidate: Good) -> None:
+        """WeightsCorrupt when other weights score as the old ones did, to the last bit.
+
+        One optimiser step moves log-probabilities by far less than a probe's bound, so that a
+        server which said "success" and took nothing would pass it.
+        """
+        after = [] if candidate.proven is None else candidate.proven.scores
+        if not all(np.array_equal(one, two) for one, two in zip(before, after, strict=True)):
+            return
+        if self.good is not None and await self.good.checksum == await candidate.checksum:
+            return  # they are the same weights
+        num_tokens = sum(len(one) for one in before)
+        raise WeightsCorrupt(
+            f"probe: {num_tokens} log-probabilities are to the last bit those of the version before"
+        )
 
     async def _heal(
         self, candidate: Good, probe: Probe | None, before: "_Before | None", err: WeightsCorrupt
@@ -374,20 +395,6 @@ class _Before:
 
     scores: list[np.ndarray]
     witness: list[int]
-
-
-def _check_moved(before: list[np.ndarray], proven: Proven | None) -> None:
-    """WeightsCorrupt when other weights score as the old ones did, to the last bit.
-
-    One optimiser step moves log-probabilities by far less than a probe's bound, so that a server
-    which said "success" and took nothing would pass it.
-    """
-    after = [] if proven is None else proven.scores
-    if all(np.array_equal(one, two) for one, two in zip(before, after, strict=True)):
-        num_tokens = sum(len(one) for one in before)
-        raise WeightsCorrupt(
-            f"probe: {num_tokens} log-probabilities are to the last bit those of the version before"
-        )
 
 
 def config_of(engine: EngineSpec, server: ServerSpec) -> dict[str, Any]:
