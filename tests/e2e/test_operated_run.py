@@ -19,6 +19,8 @@ from services.cli.document import read_job
 from services.cli.stack import choose_ports, stack_programs
 from services.client import TandemClient
 from shared.local_stack import Program, running
+from tests.browser.pages import CHROMIUM
+from tests.browser.perfetto import opened
 
 ROOT = Path(__file__).parents[2]
 PROFILED_STEPS = 2
@@ -133,7 +135,7 @@ def test_shares_of_every_process_add_up(seen: Seen) -> None:
 def test_the_time_line_is_a_trace_of_all_processes(seen: Seen) -> None:
     names = _process_names(seen)
     spans = [one for one in seen.trace["traceEvents"] if one["ph"] == "X"]
-    assert len(names) == len(seen.result["processes"])
+    assert len(names) == 1 + len(seen.result["processes"])  # the window has its own
     assert {one["pid"] for one in spans} == names.keys()
     rows: dict[tuple[int, int], list[Any]] = {}
     for one in spans:
@@ -148,16 +150,29 @@ def test_the_table_is_what_the_time_line_shows(seen: Seen) -> None:
     """A rank works while it is in an operation: added up by hand within the window."""
     rank, engine = (_pid(seen, name) for name in ("rank 0", "rollout-0 engine"))
     spans = [one for one in seen.trace["traceEvents"] if one["ph"] == "X"]
-    end_us = seen.result["seconds"] * 1e6
+    (window,) = (one for one in spans if one["cat"] == "window")
+    assert window["dur"] == pytest.approx(seen.result["seconds"] * 1e6)
+    begin_us, end_us = window["ts"], window["ts"] + window["dur"]
     inside = [
-        max(0.0, min(one["ts"] + one["dur"], end_us) - max(one["ts"], 0.0))
+        max(0.0, min(one["ts"] + one["dur"], end_us) - max(one["ts"], begin_us))
         for one in spans
         if one["pid"] == rank and one["cat"] == "operations"
     ]
-    assert sum(inside) / end_us == pytest.approx(seen.of("rank 0")["works"], abs=1e-3)
+    assert sum(inside) / window["dur"] == pytest.approx(seen.of("rank 0")["works"], abs=1e-3)
     names = {pid: {one["name"] for one in spans if one["pid"] == pid} for pid in (rank, engine)}
     assert names[rank] >= {"train_step", "forward_backward", "optimizer", "export"}
     assert names[engine] >= {"step", "load", "restore", "probe", "switch"}
+
+
+@pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}")
+async def test_perfetto_reads_all_of_the_time_line(seen: Seen) -> None:
+    spans = [one for one in seen.trace["traceEvents"] if one["ph"] == "X"]
+    async with opened(seen.trace) as perfetto:
+        assert await perfetto.complaints() == []
+        assert await perfetto.ask("select count(*) from slice") == [[len(spans)]]
+        assert await perfetto.ask("select count(*) from slice where depth > 0") == [[0]]
+        named = await perfetto.ask("select name from process where name is not null")
+        assert {name for (name,) in named} == set(_process_names(seen).values())
 
 
 def test_groups_go_through_the_services_in_order(seen: Seen) -> None:

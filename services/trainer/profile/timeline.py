@@ -12,6 +12,8 @@ from typing import Any, Literal
 from shared.spans import ClockOffset, Span
 
 Kind = Literal["trainer", "rank", "rollout", "engine", "reward", "evaluator"]
+WINDOW = "window"
+_ROWS = 100_000  # of one process at most: as many as spans, and some
 ORDER: tuple[Kind, ...] = ("trainer", "rank", "rollout", "engine", "reward", "evaluator")
 
 
@@ -76,31 +78,44 @@ def aligned(processes: Sequence[Process], *, window_ns: tuple[int, int], boot_id
 
 
 def chrome_trace(line: Timeline, *, facts: dict[str, Any]) -> dict[str, Any]:
-    """Complete events in microseconds from the window's begin; a track with overlapping spans gets
-    as many rows as it needs."""
-    events: list[dict[str, Any]] = []
-    for number, one in enumerate(line.processes, start=1):
+    """Complete events in microseconds from the first of them: Perfetto drops those before zero.
+
+    The first row is the window, which the lead-in comes before. A track with overlapping spans
+    gets as many rows as it needs.
+    """
+    window = Span(WINDOW, WINDOW, line.begin_ns, line.end_ns, {})
+    first_ns = min(span.begin_ns for one in line.processes for span in [window, *one.spans])
+    events = _events_of(1, "profiled steps", [window], first_ns)
+    for number, one in enumerate(line.processes, start=2):
         label = f"{one.name} (pid {one.pid}, {one.host})"
-        events.append(_named("process_name", number, 0, label))
-        events.append(
-            {**_named("process_sort_index", number, 0, ""), "args": {"sort_index": number}}
-        )
-        rows: dict[str, int] = {}
-        for track, row, span in _rows(one.spans):
-            title = track if row == 0 else f"{track} {row + 1}"
-            if title not in rows:
-                rows[title] = len(rows) + 1
-                events.append(_named("thread_name", number, rows[title], title))
-            events.append(_event(span, number, rows[title], line.begin_ns))
+        events += _events_of(number, label, one.spans, first_ns)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 
-def _event(span: Span, pid: int, tid: int, begin_ns: int) -> dict[str, Any]:
+def _events_of(
+    number: int, label: str, spans: Iterable[Span], first_ns: int
+) -> list[dict[str, Any]]:
+    """Its names, then its events. A row's id is no process's: Perfetto would call it its main."""
+    events = [
+        _about("process_name", number, 0, name=label),
+        _about("process_sort_index", number, 0, sort_index=number),
+    ]
+    rows: dict[str, int] = {}
+    for track, row, span in _rows(spans):
+        title = track if row == 0 else f"{track} {row + 1}"
+        if title not in rows:
+            rows[title] = _ROWS * number + len(rows)
+            events.append(_about("thread_name", number, rows[title], name=title))
+        events.append(_event(span, number, rows[title], first_ns))
+    return events
+
+
+def _event(span: Span, pid: int, tid: int, first_ns: int) -> dict[str, Any]:
     return {
         "name": span.name,
         "cat": span.track,
         "ph": "X",
-        "ts": (span.begin_ns - begin_ns) / 1000,
+        "ts": (span.begin_ns - first_ns) / 1000,
         "dur": (span.end_ns - span.begin_ns) / 1000,
         "pid": pid,
         "tid": tid,
@@ -108,8 +123,8 @@ def _event(span: Span, pid: int, tid: int, begin_ns: int) -> dict[str, Any]:
     }
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+def _about(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
 def _rows(spans: Iterable[Span]) -> Iterable[tuple[str, int, Span]]:

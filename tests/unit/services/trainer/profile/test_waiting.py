@@ -117,9 +117,18 @@ def test_overlapping_spans_of_a_track_get_rows_and_nested_tracks_their_own() -> 
     rows = {one["name"]: one["tid"] for one in events if one["ph"] == "X"}
     assert rows["a"] == rows["c"] != rows["b"]
     titles = {one["args"]["name"] for one in events if one["name"] == "thread_name"}
-    assert titles == {"groups", "groups 2"}
+    assert titles == {"window", "groups", "groups 2"}
     (b,) = (one for one in events if one["name"] == "b")
     assert (b["ts"], b["dur"]) == (5000.0, 10000.0)
+
+
+def test_a_trace_begins_at_its_first_span_and_marks_the_window() -> None:
+    """Perfetto drops what begins before zero, and so did lose the lead-in."""
+    spans = [span("a", "groups", -30, -10), span("b", "groups", 5, 15)]
+    line = aligned([process("p", "trainer", *spans)], window_ns=(0, 20 * MS), boot_id=BOOT)
+    events = chrome_trace(line, facts={})["traceEvents"]
+    found = {one["name"]: (one["ts"], one["dur"]) for one in events if one["ph"] == "X"}
+    assert found == {"a": (0, 20_000), "window": (30_000, 20_000), "b": (35_000, 10_000)}
 
 
 def test_both_files_are_written(tmp_path: Path) -> None:
