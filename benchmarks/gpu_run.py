@@ -1,13 +1,12 @@
 """A GPU run's figures: from its folder into one JSON file, from that into a table.
 
-`python -m benchmarks.gpu_run read RUN --out FILE [--memory gpu.csv]` keeps what docs/gpu-run.md
-tells; `python -m benchmarks.gpu_run table FILE...` sums it up, a column for each run;
-`benchmarks.gpu_run_figures` draws it. Seconds count from the job's start; those of `gpu.csv`
-(seconds, MiB used, % busy) from the start of its own clock.
+`python -m benchmarks.gpu_run read RUN --out FILE [--gpus gpu.csv [--gpu N...]] [--window FROM TO]`
+keeps what docs/gpu-run.md tells; `python -m benchmarks.gpu_run table FILE...` sums it up, a column
+for each run; `benchmarks.gpu_run_figures` draws it. Seconds count from the job's start; `gpu.csv`
+is nvidia-smi's (timestamp in UTC, index, MiB used, % busy).
 """
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu_timeline import GpuRows, gpu_rows, in_bins, sampler_shares, window_of
 from services.trainer.report.events import EVENTS_FILE, RunEvents, read_events
 from shared.messages import Event
 
@@ -27,7 +27,7 @@ STEP = (
 )
 UPDATE = (
     *("policy_version", "bytes", "seconds", "stage_s", "load_s", "pause_s", "restore_s"),
-    *("probe_s", "resume_s", "probe_mean_abs_delta", "effective_checksum", "is_rollback"),
+    *("probe_s", "resume_s", "probe_mean_abs_delta"),
 )
 EVALUATION = (
     *("policy_version", "num_problems", "num_samples", "pass_at_k", "pass_at_k_ci"),
@@ -39,13 +39,16 @@ PREFLIGHT = ("passed", "memory", "parity", "seconds")
 Run = Mapping[str, Any]
 
 
-def read(run: Path, memory: Path | None) -> dict[str, Any]:
+def read(
+    run: Path, *, gpus: GpuRows | None = None, window: tuple[float, float] | None = None
+) -> dict[str, Any]:
+    """`gpus` are on the clock of the events; `window`, in seconds of the job, is kept whole."""
     found = read_events(run / EVENTS_FILE)
     began_s = found.events[0].at_s
     steps = [_fields(event, STEP, began_s) for event in found.named("step")]
     for kept, event in zip(steps, found.named("step"), strict=True):
         kept["supervised"] = bool(event.fields.get("supervised"))
-    return {
+    kept = {
         "job": {name: found.named("job_started")[0].fields["job"].get(name) for name in JOB},
         "steps": steps,
         "updates": [_fields(e, UPDATE, began_s) for e in found.named("update_committed")],
@@ -58,20 +61,18 @@ def read(run: Path, memory: Path | None) -> dict[str, Any]:
         },
         "ended_at_s": round(found.events[-1].at_s - began_s, 1),
         "finished": bool(found.named("job_finished")),
-    } | ({} if memory is None else {"memory": _memory(memory)})
-
-
-def _memory(file: Path) -> dict[str, Any]:
-    with file.open() as lines:
-        rows = [[float(value) for value in row[:3]] for row in csv.reader(lines)]
-    begins = [n for n in range(1, len(rows)) if rows[n][0] < rows[n - 1][0]]  # a new clock
-    rows = rows[begins[-1] if begins else 0 :]
-    return {"columns": ["s", "MiB used", "% busy"], "rows": rows}
+        "sampler": sampler_shares(found),
+    }
+    if gpus is not None:
+        kept["gpus"] = in_bins(gpus, began_s, found.events[-1].at_s)
+    if window is not None:
+        kept["window"] = window_of(found, gpus or {}, began_s, window)
+    return kept
 
 
 def _fields(event: Event, names: Sequence[str], began_s: float) -> dict[str, Any]:
     kept = {name: event.fields[name] for name in names if event.fields.get(name) is not None}
-    return {"at_s": round(event.at_s - began_s, 1), **_rounded(kept)}
+    return {"at_s": round(event.at_s - began_s, 2), **_rounded(kept)}
 
 
 def _rounded(value: Any) -> Any:
@@ -150,13 +151,51 @@ def _per_update(run: Run, name: str) -> np.ndarray:
     return values([one for one in run["updates"] if name in one], name)
 
 
-def _steps_per_s(run: Run) -> str:
-    at_s = values(online(run), "at_s")
-    return f"{(len(at_s) - 1) / (at_s[-1] - at_s[0]):.3f}"
+def steps_per_s(steps: Sequence[Run]) -> float:
+    """Without the seconds of checkpoints."""
+    saving_s = sum(one["seconds"].get("checkpoint", 0.0) for one in steps[1:])
+    return float((len(steps) - 1) / (steps[-1]["at_s"] - steps[0]["at_s"] - saving_s))
+
+
+def _sampler(name: str) -> Callable[[Run], str]:
+    return lambda run: f"{run['sampler'][name]:.2f}" if "sampler" in run else "–"
+
+
+def _graded_per_step(run: Run) -> str:
+    steps = online(run)
+    group = steps[0]["samples"] / steps[0]["groups"]
+    return _span(values(steps, "graded_samples") / group, 0)
 
 
 def _phase(name: str) -> Callable[[Run], str]:
     return lambda run: _span(np.array([row[name] for row in phase_rows(run)[1]]))
+
+
+def short_steps(run: Run) -> tuple[list[Any], list[Any]]:
+    """Steps that had to train some groups of the newest version, for want of older ones; others.
+
+    Of a run with `max_lag` 1, without its first step, which has no older version.
+    """
+    steps = online(run)[1:]
+    return [one for one in steps if one["lag_mean"] < 1], [
+        one for one in steps if one["lag_mean"] == 1
+    ]
+
+
+def _short(run: Run) -> str:
+    short, rest = short_steps(run)
+    return f"{len(short)} of {len(short) + len(rest)}"
+
+
+def _lacked(run: Run) -> str:
+    short, _ = short_steps(run)
+    return f"{np.median((1 - values(short, 'lag_mean')) * values(short, 'groups')):.0f}"
+
+
+def _waits(run: Run) -> str:
+    return " and ".join(
+        f"{np.mean([one['seconds']['wait'] for one in part]):.1f}" for part in short_steps(run)
+    )
 
 
 ROWS: dict[str, Callable[[Run], str]] = {
@@ -176,9 +215,17 @@ ROWS: dict[str, Callable[[Run], str]] = {
     "- slope a step, ± 2 standard errors ": lambda run: _slope(run, "reward_raw"),
     "pass@1/2/4/8 at first": lambda run: _pass_at(run, 0),
     "pass@1/2/4/8 at last": lambda run: _pass_at(run, -1),
-    "groups a step": lambda run: _span(values(online(run), "groups"), 0),
+    "truncated of evaluated answers, at most": lambda run: (
+        f"{values(run['evaluations'], 'truncated_share').max():.3f}"
+    ),
+    "groups graded for 32 that train": _graded_per_step,
     "seconds a step": lambda run: _span(values(online(run), "step_seconds")),
-    "steps a second": _steps_per_s,
+    "steps a second": lambda run: f"{steps_per_s(online(run)):.3f}",
+    "- of the first 25": lambda run: f"{steps_per_s(online(run)[:25]):.3f}",
+    "- of the first 60": lambda run: f"{steps_per_s(online(run)[:60]):.3f}",
+    "steps that lacked groups of the older version": _short,
+    "- groups they lacked of 32, median": _lacked,
+    "- mean wait for groups, theirs and others', s": _waits,
     **{
         f"- {name}": _phase(name)
         for name in ("wait for groups", "train", "export and quantise", "stage", "prepare")
@@ -192,6 +239,13 @@ ROWS: dict[str, Callable[[Run], str]] = {
     "load, GB/s": lambda run: _span(
         _per_update(run, "bytes") / 1e9 / _per_update(run, "restore_s")
     ),
+    **{
+        f"sampler: {name}, share of the time": _sampler(name)
+        for name in (
+            *("sampling", "paused", "evaluating"),
+            *("nothing to sample, update in preparation", "nothing to sample, no update"),
+        )
+    },
 }
 
 
@@ -213,13 +267,17 @@ def main() -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     reads = actions.add_parser("read")
     reads.add_argument("run", type=Path)
-    reads.add_argument("--memory", type=Path)
+    reads.add_argument("--gpus", type=Path)
+    reads.add_argument("--gpu", type=int, nargs="+", help="of gpus.csv; all, if not given")
+    reads.add_argument("--window", type=float, nargs=2)
     reads.add_argument("--out", type=Path, required=True)
     sums = actions.add_parser("table")
     sums.add_argument("results", type=Path, nargs="+")
     given = parser.parse_args()
     if given.action == "read":
-        given.out.write_text(json.dumps(read(given.run, given.memory)) + "\n")
+        gpus = gpu_rows(given.gpus, given.gpu) if given.gpus else None
+        kept = read(given.run, gpus=gpus, window=given.window and tuple(given.window))
+        given.out.write_text(json.dumps(kept) + "\n")
     else:
         sys.stdout.write(table(load(given.results)))
 

@@ -1,7 +1,7 @@
 """Plots of GPU runs: `python -m benchmarks.gpu_run_figures FILE... [--figures FOLDER]`.
 
-Each FILE was made by `benchmarks.gpu_run read`; the first is the run whose seconds and memory are
-drawn, all others that are long enough go beside it.
+Each FILE was made by `benchmarks.gpu_run read`; the first is the run whose seconds, memory and time
+line are drawn, all others that are long enough go beside it.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.gpu_run import Run, fit, load, online, phase_rows, values
+from benchmarks.gpu_timeline_figure import timeline_figure
 
 PUBLISHED = 0.09  # mean |delta log p| of the published experiment
 LONG = 20  # steps that make a curve
@@ -23,19 +24,22 @@ COLOURS = (BLUE, ORANGE, GREEN, RED, "#7c3aed")
 
 def draw(runs: Mapping[str, Run], folder: Path) -> None:
     long = {name: run for name, run in runs.items() if len(online(run)) >= LONG} or dict(runs)
-    first = next(iter(runs.values()))
-    figure, (drift, p99) = _figure("drift")
+    first_name, first = next(iter(runs.items()))
+    figure, (drift, probe) = _figure(2)
     _drift(drift, long)
-    _lag_and_probe(p99, long)
+    _lag_and_probe(probe, long)
     _save(figure, folder / "gpu_run_drift.png")
-    figure, (reward, passes) = _figure("reward")
+    figure, (reward, passes, of_first) = _figure(3)
     _reward(reward, long)
     _passes(passes, long)
+    _passes_of(of_first, first_name, first)
     _save(figure, folder / "gpu_run_reward.png")
-    figure, (phases, memory) = _figure("seconds")
+    figure, (phases, memory) = _figure(2)
     _phases(phases, first)
     _memory(memory, first)
     _save(figure, folder / "gpu_run_seconds.png")
+    if "window" in first:
+        _save(timeline_figure(first["window"]), folder / "gpu_run_timeline.png")
 
 
 def _drift(axes: Axes, runs: Mapping[str, Run]) -> None:
@@ -72,7 +76,7 @@ def _lag_and_probe(axes: Axes, runs: Mapping[str, Run]) -> None:
             zorder=3,
         )
     axes.scatter([], [], c=GREY, s=14, label="mean of the step; violet: no lag, yellow: lag 1")
-    axes.set(xlabel="GRPO step", ylabel="mean |Δ log p|", ylim=(0, 0.03))
+    axes.set(xlabel="GRPO step", ylabel="mean |Δ log p|", ylim=(0, 0.02))
     axes.legend(frameon=False, fontsize=8, loc="upper left")
 
 
@@ -84,29 +88,37 @@ def _reward(axes: Axes, runs: Mapping[str, Run]) -> None:
         axes.plot(at, values(steps, "reward_raw"), color=colour, alpha=0.55, linewidth=1)
         label = f"{name}: {level:.3f} {slope:+.2e} (± {2 * error:.0e}) a step"
         axes.plot(at, level + slope * (at - 1), color=colour, label=label)
-    axes.set(xlabel="GRPO step", ylabel="reward of all graded samples", ylim=(0, 1))
+    axes.set(xlabel="GRPO step", ylabel="reward of all graded samples", ylim=(0, 1.2))
+    axes.set_yticks(np.arange(0, 1.1, 0.2))
     axes.legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def _passes(axes: Axes, runs: Mapping[str, Run]) -> None:
-    styles = {"1": "-", "2": "--", "4": "-.", "8": ":"}
+    """The first try, with its interval."""
     for (name, run), colour in zip(runs.items(), COLOURS, strict=False):
         found = run["evaluations"]
-        if not found:
-            continue
-        at = values(found, "policy_version") - online(run)[0]["step"] + 1
-        for k, style in styles.items():
-            label = f"{name}, pass@k" if k == "1" else None
-            passed = [one["pass_at_k"][k] for one in found]
-            axes.plot(at, passed, style, color=colour, marker=".", label=label)
-        cut = values(found, "truncated_share")
-        axes.plot(at, cut, color=RED, linewidth=1, alpha=0.6)
-    for k, style in styles.items():
-        axes.plot([], [], style, color=GREY, label=f"k = {k}")
-    axes.plot([], [], color=RED, label="truncated, share")
-    axes.set(xlabel="GRPO steps before", ylabel="held-out problems solved", ylim=(-0.02, 1.4))
+        at = _evaluated_at(run)
+        low, high = np.array([one["pass_at_k_ci"]["1"] for one in found]).T
+        passed = [one["pass_at_k"]["1"] for one in found]
+        axes.fill_between(at, low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.plot(at, passed, color=colour, marker=".", label=name)
+    axes.set(xlabel="GRPO steps before", ylabel="pass@1 of held-out problems", ylim=(0, 1.3))
     axes.set_yticks(np.arange(0, 1.1, 0.2))
-    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=3)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", title="with 95 % intervals")
+
+
+def _passes_of(axes: Axes, name: str, run: Run) -> None:
+    found, at = run["evaluations"], _evaluated_at(run)
+    for k, colour in zip(("1", "2", "4", "8"), COLOURS, strict=False):
+        axes.plot(at, [one["pass_at_k"][k] for one in found], color=colour, marker=".", label=k)
+    axes.plot(at, values(found, "truncated_share"), color=GREY, label="truncated")
+    axes.set(xlabel="GRPO steps before", ylabel=f"{name}: pass@k, share truncated", ylim=(0, 1.3))
+    axes.set_yticks(np.arange(0, 1.1, 0.2))
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=3, title="k")
+
+
+def _evaluated_at(run: Run) -> np.ndarray:
+    return values(run["evaluations"], "policy_version") - online(run)[0]["step"] + 1
 
 
 def _phases(axes: Axes, run: Run) -> None:
@@ -126,25 +138,26 @@ def _phases(axes: Axes, run: Run) -> None:
 
 
 def _memory(axes: Axes, run: Run) -> None:
-    if "memory" not in run:
-        return
-    seconds, used, busy = np.array(run["memory"]["rows"]).T
-    axes.plot(seconds, used / 1024, color=BLUE, linewidth=1.5, label="used, GiB")
-    axes.plot(seconds, busy, color=GREY, linewidth=0.6, alpha=0.6, label="busy, %")
-    axes.set(xlabel="seconds", ylabel="GPU memory used, GiB; busy, %", ylim=(0, 140))
-    axes.legend(frameon=False, fontsize=8, loc="upper right")
+    gpus = {index: rows for index, rows in run.get("gpus", {}).items() if index != "bin_s"}
+    for (index, rows), colour in zip(gpus.items(), COLOURS, strict=False):
+        seconds, used, busy = np.array(rows).T
+        axes.plot(seconds, used / 1024, color=colour, linewidth=1.8, label=f"GPU {index}, GiB used")
+        axes.plot(seconds, busy, color=colour, linewidth=0.6, alpha=0.5)
+    axes.plot([], [], color=GREY, linewidth=0.6, label="thin: busy, %")
+    axes.set(xlabel="seconds of the job", ylabel="GiB used; busy, %", ylim=(0, 100))
+    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=3)
 
 
-def _figure(title: str) -> tuple[Figure, tuple[Axes, Axes]]:
-    figure = Figure(figsize=(10.4, 4.0), dpi=120, label=title)
+def _figure(num_panels: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(5.2 * num_panels, 4.0), dpi=120 if num_panels < 3 else 100)
     figure.set_layout_engine("constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    for axes in (left, right):
+    panels = list(figure.subplots(1, num_panels))
+    for axes in panels:
         axes.grid(color="#e2e8f0", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    return figure, (left, right)
+    return figure, panels
 
 
 def _save(figure: Figure, path: Path) -> None:
