@@ -157,6 +157,14 @@ def steps_per_s(steps: Sequence[Run]) -> float:
     return float((len(steps) - 1) / (steps[-1]["at_s"] - steps[0]["at_s"] - saving_s))
 
 
+def _updating(run: Run) -> str:
+    """Share of the time between the first and the last step's end, without checkpoints."""
+    steps = online(run)
+    begins_s, ends_s = steps[0]["at_s"], steps[-1]["at_s"]
+    within = [one["seconds"] for one in run["updates"] if begins_s < one["at_s"] <= ends_s]
+    return f"{sum(within) * steps_per_s(steps) / (len(steps) - 1):.2f}"
+
+
 def _sampler(name: str) -> Callable[[Run], str]:
     return lambda run: f"{run['sampler'][name]:.2f}" if "sampler" in run else "–"
 
@@ -233,6 +241,7 @@ ROWS: dict[str, Callable[[Run], str]] = {
     "- pause": lambda run: _span(_per_update(run, "pause_s")),
     "- - of it the server's load": _phase("pause: load"),
     "whole update": lambda run: _span(_per_update(run, "seconds")),
+    "- share of the time with one under way": _updating,
     "whole update, GB/s": lambda run: _span(
         _per_update(run, "bytes") / 1e9 / _per_update(run, "seconds")
     ),
