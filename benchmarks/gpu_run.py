@@ -54,6 +54,7 @@ def read(
         "updates": [_fields(e, UPDATE, began_s) for e in found.named("update_committed")],
         "evaluations": [_fields(e, EVALUATION, began_s) for e in found.named("eval_finished")],
         "preflight": [_fields(e, PREFLIGHT, began_s) for e in found.named("preflight_finished")],
+        "groups_sampled": len(found.named("group_sampled")),
         "groups_dropped": len(found.named("group_dropped")),
         "group_seconds": {
             "sampled": _mean_seconds(found, "group_sampled"),
