@@ -136,9 +136,22 @@ def _span(found: np.ndarray, digits: int = 2) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def _slope(run: Run, name: str) -> str:
-    _, slope, error = fit(online(run), name)
-    return f"{slope:+.1e} ± {2 * error:.0e}"
+def _slope(run: Run, name: str, *, most: int | None = None) -> str:
+    _, slope, error = fit(online(run)[:most], name)
+    return f"{slope:+.1e} ± {2 * error:.1e}"
+
+
+def _slope_of_probe(run: Run) -> str:
+    name = "probe_mean_abs_delta"
+    probed = [one | {"step": one["policy_version"]} for one in run["updates"] if name in one]
+    _, slope, error = fit(probed, name)
+    return f"{slope:+.1e} ± {2 * error:.1e}"
+
+
+def _first_and_last(name: str) -> Callable[[Run], str]:
+    return lambda run: " to ".join(
+        f"{values(part, name).mean():.3f}" for part in (online(run)[:10], online(run)[-10:])
+    )
 
 
 def _pass_at(run: Run, which: int) -> str:
@@ -212,15 +225,17 @@ ROWS: dict[str, Callable[[Run], str]] = {
     "seconds of the job": lambda run: f"{run['ended_at_s']:.0f}",
     "mean of abs(Δ log p)": lambda run: _span(values(online(run), "delta_logprob_mean"), 4),
     "- slope a step, ± 2 standard errors": lambda run: _slope(run, "delta_logprob_mean"),
+    "- of the first 60 steps": lambda run: _slope(run, "delta_logprob_mean", most=60),
     "p99 of abs(Δ log p)": lambda run: _span(values(online(run), "delta_logprob_p99"), 3),
     "probe after the update": lambda run: _span(_per_update(run, "probe_mean_abs_delta"), 4),
+    "- slope a version": _slope_of_probe,
     "mean lag": lambda run: _span(values(online(run), "lag_mean")),
     "TIS weights cut, share": lambda run: (
         f"{values(online(run), 'tis_truncated_share').mean():.2g}"
     ),
-    "reward, first and last ten steps": lambda run: " to ".join(
-        f"{values(part, 'reward_raw').mean():.3f}" for part in (online(run)[:10], online(run)[-10:])
-    ),
+    "norm of the gradient, first and last ten steps": _first_and_last("grad_norm"),
+    "entropy": _first_and_last("entropy"),
+    "reward": _first_and_last("reward_raw"),
     "- slope a step, ± 2 standard errors ": lambda run: _slope(run, "reward_raw"),
     "pass@1/2/4/8 at first": lambda run: _pass_at(run, 0),
     "pass@1/2/4/8 at last": lambda run: _pass_at(run, -1),

@@ -48,7 +48,7 @@ def _drift(axes: Axes, runs: Mapping[str, Run]) -> None:
         at = np.arange(1, len(steps) + 1)
         axes.semilogy(at, values(steps, "delta_logprob_p99"), ":", color=colour, alpha=0.7)
         level, slope, error = fit(steps, "delta_logprob_mean")
-        label = f"{name}, mean: {level:.4f} {slope:+.1e} (± {2 * error:.0e}) a step"
+        label = f"{name}, mean: {level:.4f} {slope:+.1e} (± {2 * error:.1e}) a step"
         axes.semilogy(at, values(steps, "delta_logprob_mean"), color=colour, label=label)
         axes.semilogy(at, level + slope * (at - 1), "--", color=colour, linewidth=1)
     axes.plot([], [], ":", color=GREY, label="p99 of the step's tokens")
@@ -86,7 +86,7 @@ def _reward(axes: Axes, runs: Mapping[str, Run]) -> None:
         at = np.arange(1, len(steps) + 1)
         level, slope, error = fit(steps, "reward_raw")
         axes.plot(at, values(steps, "reward_raw"), color=colour, alpha=0.55, linewidth=1)
-        label = f"{name}: {level:.3f} {slope:+.2e} (± {2 * error:.0e}) a step"
+        label = f"{name}: {level:.3f} {slope:+.2e} (± {2 * error:.1e}) a step"
         axes.plot(at, level + slope * (at - 1), color=colour, label=label)
     axes.set(xlabel="GRPO step", ylabel="reward of all graded samples", ylim=(0, 1.2))
     axes.set_yticks(np.arange(0, 1.1, 0.2))
