@@ -50,6 +50,8 @@ class EvalWorker:
         self._drain_s = max(drain_s - GOODBYE_S, 0.0)
         self._changed = asyncio.Event()
         self._ended = counter("evaluations_total", "Evaluations by how they ended.", ("outcome",))
+        for outcome in ("finished", "failed"):
+            self._ended.labels(outcome)
         self.busy = False
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -88,6 +88,7 @@ class RankKeeper:
         self._held: int | None = None  # the step whose weights they have, while that is certain
         self._is_closed = False
         self._restarts = 0
+        self._lost = counter("trainer_rank_restarts_total", "Times that the ranks were lost.")
         self._turn = asyncio.Lock()
         self.pause_asked = asyncio.Event()  # the job's: obeyed here as long as ranks come up
         self.owners: list[str] = []  # where ranks serve their parts of versions
@@ -235,7 +236,7 @@ class RankKeeper:
             except RanksLost as err:
                 await self._drop_ranks()
                 self._restarts += 1
-                counter("trainer_rank_restarts_total", "Times that the ranks were lost.").inc()
+                self._lost.inc()
                 if isinstance(err, RanksStalled):
                     self._record.note(self._events("ranks_stalled", **err.diagnosis.document()))
                 log.warning("ranks_lost", error=str(err), restarts_in_a_row=self._restarts)

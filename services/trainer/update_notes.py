@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 
 import structlog
-from prometheus_client import Counter
 
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.stopwatch import Stopwatch
@@ -22,6 +21,9 @@ class UpdateNotes:
         self._record = record
         self._events = events
         self._num_servers = num_servers
+        self._updates = counter("trainer_updates_total", "Weight updates.", ("outcome",))
+        for outcome in ("committed", "failed"):
+            self._updates.labels(outcome)  # from 0 on, or its first increase shows in no rate
         self._announced: tuple[int, float] | None = None  # a version no server serves yet, since
 
     def announced(self, version: int) -> None:
@@ -38,7 +40,7 @@ class UpdateNotes:
     ) -> None:
         """One server serves a version."""
         manifest = begin.manifest
-        updates_total().labels("committed").inc()
+        self._updates.labels("committed").inc()
         pulled = counter("trainer_update_bytes_total", "That servers pulled.", ("kind",))
         pulled.labels("full" if begin.base_version is None else "delta").inc(staged.pulled_bytes)
         self._record.note(
@@ -62,7 +64,7 @@ class UpdateNotes:
 
     def failed(self, server: str, version: int, error: str, *, retry_in_s: float) -> None:
         """One server serves on what it did."""
-        updates_total().labels("failed").inc()
+        self._updates.labels("failed").inc()
         what = {"server": server, "policy_version": version, "error": error}
         log.warning("update_failed", **what)
         self._record.note(self._events("update_failed", **what, retry_in_s=retry_in_s))
@@ -89,7 +91,3 @@ class UpdateNotes:
                 servers=self._num_servers(),
             )
         )
-
-
-def updates_total() -> Counter:
-    return counter("trainer_updates_total", "Weight updates.", ("outcome",))

@@ -2,12 +2,13 @@
 
 Prometheus is Debian's own package under the name that compose.yaml asks for, so that no registry is
 needed; it reads the files of docker/observability as the official image does. Grafana has no
-stand-in: its board is held against the source in tests/unit/test_observability.py.
+stand-in: tests/unit/test_observability.py holds its board against Grafana's own model of one.
 """
 
 import json
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prome
 """
 SERVICES = ("trainer", "rollout", "reward", "evaluator", "prometheus")
 NUM_RULES = 9
+CASES = Path(__file__).with_name("alerts.yaml")
+JUDGE = 'printf %s "$1" > /tmp/alerts.yaml && promtool test rules /tmp/alerts.yaml'
 ASK = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=10).read().decode())"
 
 pytestmark = pytest.mark.timeout(900)
@@ -74,3 +77,6 @@ async def test_every_replica_is_scraped_and_every_rule_is_evaluated(watched: Pro
     found = (await asked(watched, "query?query=count(process_start_time_seconds)by(job)"))["result"]
     counts = {one["metric"]["job"]: one["value"][1] for one in found}
     assert counts == {"trainer": "1", "rollout": "2", "reward": "1", "evaluator": "1"}
+
+    made_up = ("sh", "-c", JUDGE, "sh", CASES.read_text())
+    assert "SUCCESS" in await watched.compose("exec", "-T", "prometheus", *made_up)

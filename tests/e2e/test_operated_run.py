@@ -13,7 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.cli.document import read_job
 from services.cli.stack import choose_ports, stack_programs
@@ -21,6 +23,7 @@ from services.client import TandemClient
 from shared.local_stack import Program, running
 from tests.browser.pages import CHROMIUM
 from tests.browser.perfetto import opened
+from tests.observability import ADDED, Asked, queries
 
 ROOT = Path(__file__).parents[2]
 PROFILED_STEPS = 2
@@ -42,13 +45,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is left of the run. `result` is what `profile --json` printed."""
+    """What is left of the run. `result` is what `profile --json` printed, `metrics` the labels of
+    each metric that a service answered while the job ran."""
 
     job_id: str
     run_dir: Path
     log_dir: Path
     result: dict[str, Any]
     trace: dict[str, Any]
+    metrics: dict[str, set[str]]
 
     def of(self, process: str) -> dict[str, Any]:
         return next(one for one in self.result["processes"] if one["process"] == process)
@@ -76,11 +81,23 @@ async def _run(tmp_path: Path) -> Seen:
                 break
         options = ["--out", str(out), "--trainer", ports.trainer_url]
         told = await _cli("profile", job_id, "--steps", str(PROFILED_STEPS), *options, "--json")
+        metrics = await _scraped([*ports.by_name().values()][1:])
         await client.command(job_id, "cancel")
         async for _ in client.events(job_id):
             pass  # until it has ended
     run_dir = tmp_path / "runs" / job_id
-    return Seen(job_id, run_dir, log_dir, json.loads(told), json.loads(out.read_text()))
+    return Seen(job_id, run_dir, log_dir, json.loads(told), json.loads(out.read_text()), metrics)
+
+
+async def _scraped(ports: list[int]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    async with httpx.AsyncClient(timeout=30) as http:
+        for port in ports:
+            answer = await http.get(f"http://127.0.0.1:{port}/metrics")
+            for family in text_string_to_metric_families(answer.text):
+                for one in family.samples:
+                    found.setdefault(one.name, set()).update(one.labels)
+    return found
 
 
 def _changed(entry: Any) -> Any:
@@ -205,6 +222,19 @@ def _process_names(seen: Seen) -> dict[int, str]:
         for one in seen.trace["traceEvents"]
         if one["name"] == "process_name"
     }
+
+
+# The metrics
+
+
+@pytest.mark.parametrize("asked", queries(), ids=lambda one: one.where)
+def test_services_have_what_board_and_rules_ask_for(seen: Seen, asked: Asked) -> None:
+    metrics = seen.metrics | {"up": set()}
+    assert asked.metrics.keys() <= metrics.keys()
+    for name, labels in asked.metrics.items():
+        assert labels <= metrics[name] | ADDED
+    had = set[str]().union(*(metrics[name] for name in asked.metrics))
+    assert asked.kept <= had | ADDED
 
 
 # The run folder

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import structlog
 
@@ -47,6 +47,9 @@ LATENCY = histogram(
 OUTCOMES = counter("reward_outcomes_total", "Checks by kind of outcome", ("kind",))
 DEPTH = gauge("reward_queue_depth", "Checks that wait for a worker", ("lane",))
 ENDED = counter("reward_workers_ended_total", "Grading processes ended, by cause", ("cause",))
+Cause = Literal["memory", "slow", "age", "limit", "slow lane full", "died"]
+for _cause in get_args(Cause):
+    ENDED.labels(_cause)  # from 0 on, or its first increase shows in no rate
 
 
 class GradingPool:
@@ -303,7 +306,7 @@ class GradingPool:
         self._workers.add(worker)
         self._dispatch()
 
-    def _replace(self, worker: Worker, cause: str) -> None:
+    def _replace(self, worker: Worker, cause: Cause) -> None:
         """End a worker, give its checks to others, and fill its place in the normal lane."""
         self._workers.discard(worker)
         worker.close()

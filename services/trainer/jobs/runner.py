@@ -38,7 +38,7 @@ from shared.errors import TandemError
 from shared.http import HttpClient
 from shared.job import JOB_FILE
 from shared.tasks import end, first_of
-from shared.telemetry import bind_process
+from shared.telemetry import bind_process, gauge
 
 log = structlog.get_logger()
 CLOSE_S = 5.0  # what a cancelled conductor may need beyond its loops' goodbye
@@ -70,6 +70,7 @@ class JobRunner:
         self._begin_ranks = begin_ranks or self._torchrun
         self._wake = asyncio.Event()
         self._environment: dict[str, Any] = {}
+        self._is_active = gauge("trainer_job_active", "1 while a job is in progress, else 0.")
         self.reports = Reports(deadline_s=config.conductor.report_s)
 
     def run_dir(self, job_id: str) -> Path:
@@ -94,9 +95,11 @@ class JobRunner:
     async def _run_job(self, job: StoredJob, stop: asyncio.Event) -> None:
         job = self._store.begin(job.job_id)
         bind_process(job_id=job.job_id)
+        self._is_active.set(1)
         try:
             await self._attempt(job, stop)
         finally:
+            self._is_active.set(0)
             bind_process(job_id=None)
 
     async def _attempt(self, job: StoredJob, stop: asyncio.Event) -> None:
