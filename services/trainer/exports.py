@@ -90,11 +90,14 @@ class Exporter:
         return True
 
     async def _score_probe(self, version: int) -> None:
-        """Score the probe's sequences, once per version."""
+        """Score the probe's sequences, once per version; rounded as the servers round, however the
+        ranks train: else a server could be off by what quantisation moves, and nobody would see."""
         if not self._probe:
             return
         token_ids = [one.token_ids for one in self._probe]
-        scores = await self._keeper.score(token_ids, temperature=PROBE_TEMPERATURE)
+        scores = await self._keeper.score(
+            token_ids, temperature=PROBE_TEMPERATURE, rounding="sampler"
+        )
         sequences = [
             ProbeSequence(
                 token_ids=one.token_ids, logprobs=logprobs, num_context_tokens=one.num_context

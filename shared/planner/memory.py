@@ -37,7 +37,8 @@ class Memory:
     logits: int
     """The part of `working` that is the output head's; shown, not added."""
     buffers: int
-    """Between stages, to experts on other ranks, rounded copies of weights."""
+    """Between stages, to experts on other ranks, rounded copies of weights; at least what the
+    weights' own copy takes beyond activations, while a rounded pass is made between steps."""
 
     @property
     def total(self) -> int:
@@ -108,14 +109,19 @@ def _memory(
         head_kept, logits = head_activations(arch, micro, layout, precision)
         activations += head_kept
         working = max(working, _mtp(arch, setup, logits, 2 * streams))
+    working = max(working, logits)
+    buffers = _buffers(arch, setup, held, streams, number)
+    if setup.scores_as_served and not setup.rounds:
+        # Between steps, when nothing is kept for a backward pass.
+        buffers = max(buffers, held.weight_bytes(precision.dtype_bytes) - activations - working)
     return Memory(
         weights=held.weight_bytes(precision.dtype_bytes),
         gradients=held.trained * FP32_BYTES,
         optimizer=round(sum(_state(held, setup)) * (1 - setup.offload)),
         activations=activations,
-        working=max(working, logits),
+        working=working,
         logits=logits,
-        buffers=_buffers(arch, setup, held, streams, number),
+        buffers=buffers,
     )
 
 

@@ -51,6 +51,9 @@ class Setup:
     recomputed_blocks: int | None = None
     offload: float = 0.0
     keeps_reference: bool = False
+    scores_as_served: bool = True
+    """Weights are rounded in place for passes as the samplers make them, the first comparison with
+    a server and each version's probe: as a job does unless it says otherwise."""
     background_saves: bool = False
     """Checkpoints are copied to host memory first, as a job does unless it says otherwise."""
     row_alignment: int = ROW_ALIGNMENT
@@ -76,6 +79,7 @@ class Setup:
             recomputed_blocks=actor.recompute.num_blocks,
             offload=actor.optimizer.offload.fraction,
             keeps_reference=job.algorithm.kl.coefficient > 0,
+            scores_as_served=job.preflight.enabled or job.update.probe_sequences > 0,
             background_saves=job.checkpoint.background,
         )
 

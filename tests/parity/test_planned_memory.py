@@ -38,6 +38,7 @@ def setup(dtype: str, length: int, recompute: str) -> Setup:
         sample_tokens=length,
         response_tokens=length * 3 // 4,
         recompute=recompute,
+        scores_as_served=False,
     )
 
 

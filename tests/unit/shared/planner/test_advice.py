@@ -39,7 +39,7 @@ def test_copies_for_checkpoints_go_before_the_layout() -> None:
     assert changes(background_saves=True) == {"checkpoint.background": "false"}
 
 
-@pytest.mark.parametrize(("gigabytes", "gpus"), [(80, 32), (110, 24)])
+@pytest.mark.parametrize(("gigabytes", "gpus"), [(80, 40), (110, 24)])
 def test_nodes_come_last_and_one_by_one(gigabytes: int, gpus: int) -> None:
     small = Machine(gpu_bytes=gigabytes * GB, host_bytes=2000 * GB, gpus_per_node=8)
     found = changes(small)
