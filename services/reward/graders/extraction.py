@@ -56,7 +56,8 @@ _EXPLANATION = re.compile(
     r"|\s+\((?:since|because|as|see|by|from|using|rounded|verified|checked|obtained)\b[^()=]*\)\s*\Z"
 )
 _APPROXIMATION = re.compile(
-    r"\s+\((?:about|approximately|approx\.?|roughly)\s[^()=]*\)\s*\Z"  # of what is no decimal
+    r"(?:\s+\((?:about|approximately|approx\.?|roughly)\s[^()=]*\)"
+    r"|[,;]\s+(?:about|approximately|roughly)\s[^()=,;]*)\s*\Z"  # of what is no decimal
 )
 _DECIMAL = re.compile(r"[-+−$*_\d.,\s]*")
 _HEDGE = re.compile(
@@ -208,7 +209,7 @@ def _labelled(text: str, begin: int) -> Answer:
     line = _SENTENCE_END.split(rest, maxsplit=1)[0]
     if len(line) == len(rest) and len(text) > begin + MAX_LABELLED_CHARS:
         raise NoAnswer(f"a labelled answer of more than {MAX_LABELLED_CHARS} characters")
-    line = re.split(r"</|<\|", line, maxsplit=1)[0].replace("(without quotes)", "")
+    line = re.split(r"</|<[|｜]", line, maxsplit=1)[0].replace("(without quotes)", "")
     value = _only_formula(_without_explanation(line.strip(_EMPHASIS)))
     if not value.strip("*_`$. "):
         raise NoAnswer("a label without an answer")
@@ -260,7 +261,7 @@ def _weak_answer(text: str) -> Answer:
         value = value.strip(_EMPHASIS)
         if value:
             return Answer(value, "prose")
-    bare = text.strip()
+    bare = text.strip(_EMPHASIS)
     if 0 < len(bare) <= MAX_BARE_CHARS and "\n" not in bare:
         segment = _SEGMENT.fullmatch(bare)
         if segment or _BARE_NUMBER.fullmatch(bare):

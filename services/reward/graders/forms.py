@@ -63,6 +63,7 @@ _TEXT_SEPARATOR = re.compile(r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*,?\s*(?:and|
 _SEPARATOR = re.compile(
     r"(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|\\(?:lor|vee|land|wedge)(?![a-zA-Z])"
 )
+_WORD_SEPARATOR = re.compile(r"\s*,\s*(?:and\s+)?|\s+and\s+")
 _OR = re.compile(
     r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*,?\s*or\s*\}|(?<![\\a-zA-Z])or(?![a-zA-Z])"
     r"|\\(?:lor|vee)(?![a-zA-Z])"
@@ -127,7 +128,7 @@ def read_form(text: str, *, depth: int = 0) -> Form:
         text = _named_parts(one_spelling(text))
         if len(ranges := _split_ranges(text)) > 1:
             return Group(text, "union", _read_all(ranges, depth))
-        text = _with_commas(text)
+        text = _with_commas(_words_apart(text))
     parts = split_top(text, ",;")
     if len(parts) > 1:
         return _list(text, parts, depth)
@@ -150,6 +151,13 @@ def _named_parts(text: str) -> str:
     if len(names) != len(values):
         return text
     return ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+
+
+def _words_apart(text: str) -> str:
+    """`\\text{A, C}` and `\\text{A and C}` as two texts."""
+    match = _TEXT.fullmatch(text)
+    words = _WORD_SEPARATOR.split(match[1].strip()) if match else []
+    return ",".join(f"\\text{{{word}}}" for word in words) if len(words) > 1 else text
 
 
 def _with_commas(text: str) -> str:
@@ -232,9 +240,9 @@ def _bracketed(text: str, depth: int) -> Form | None:
 
 
 def _plus_minus(text: str, depth: int) -> Group | None:
-    if text.count("\\pm") != 1 or "\\mp" in text:
+    if text.count("\\pm") + text.count("\\mp") != 1:
         return None
-    left, right = text.split("\\pm")
+    left, right = re.split(r"\\pm|\\mp", text)
     plus = f"{left}+{right}" if left.strip() else right
     return Group(text, "list", _read_all([plus, f"{left}-{right}"], depth))
 

@@ -157,7 +157,7 @@ def _same_group(gold: Group, answer: Group) -> bool:
         return not has_ranges and _same_unordered(gold.items, answer.items)
     if kinds == {"bracket", "list"}:  # a pair without its parentheses, or a list within some
         bracket = gold if gold.kind == "bracket" else answer
-        return bracket.brackets == "()" and _same_ordered(gold.items, answer.items)
+        return bracket.brackets == "()" and _same_ordered(_in_order(gold), _in_order(answer))
     if kinds == {"bracket", "union"}:
         return same_by_verify(gold.text, answer.text)
     return False
@@ -167,6 +167,14 @@ def _names_each(group: Group) -> bool:
     """Whether each item is assigned to a variable of its own."""
     names = {item.variable for item in group.items if isinstance(item, Assigned)}
     return len(names) == len(group.items) > 1
+
+
+def _in_order(group: Group) -> tuple[Form, ...]:
+    """Its items, coordinates by name: `y=3, x=2` is (2,3)."""
+    named = [item for item in group.items if isinstance(item, Assigned)]
+    if len(named) < len(group.items) or not {item.variable for item in named} <= set("xyz"):
+        return group.items
+    return tuple(sorted(named, key=lambda item: item.variable))
 
 
 def _has_ranges(group: Group) -> bool:

@@ -16,10 +16,9 @@ _UNICODE = {
     "°": r"^\circ ", "º": r"^\circ ", "′": "'", "％": "%", "：": ":", "，": ",",
     "。": ".", "（": "(", "）": ")",
     "“": '"', "”": '"', "’": "'", "‘": "'", "…": r"\ldots ",
-    "¼": r"\frac{1}{4}", "½": r"\frac{1}{2}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}",
-    "⅔": r"\frac{2}{3}", "⅛": r"\frac{1}{8}",
 }  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_VULGAR_FRACTION = re.compile(r"(\d+)⁄(\d+)")  # what Unicode makes of ⅝
 _SUPERSCRIPT_RUN = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 _DELIMITERS = (
     ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("`", "`"), ("**", "**"), ('"', '"'),
@@ -40,6 +39,10 @@ _REWRITES = [
         ),
         (r"\\mathrm\s*\{([ie])\}", r"\1"),
         (r"\\log\s*_\s*\{?e\}?(?![a-zA-Z])", r"\\ln "),
+        (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
+        (r"\{\s*([^{}]+?)\s*\\choose(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\binom{\1}{\2}"),
+        (r"\\sqrt\s*\[\s*(\d?[13579])\s*\]\s*\{\s*-\s*([^-+{}]+)\}", r"-\\sqrt[\1]{\2}"),  # real
+        (r"(\\mathbb\s*\{?R\}?)\s*(?:-|\\backslash(?![a-z]))\s*(?=\\\{)", r"\1\\setminus "),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (
             r"(?i)^(?:\\(?:text|mbox|mathrm)\s*\{\s*)?all real(?: number)?s?\s*\}?$",
@@ -58,7 +61,16 @@ _REWRITES = [
         (r"==", "="),
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),
-        (r"^(?:=|\\(?:approx|simeq|sim|cong)(?![a-zA-Z])|(?:approximately|about|roughly) )\s*", ""),
+        (
+            r"^(?:=|\\(?:approx|simeq|sim|cong)(?![a-zA-Z])|(?:approximately|about|roughly) "
+            r"|\\text\s*\{\s*(?:approximately|about|roughly)\s*\})\s*",
+            "",
+        ),
+        (r"^([-+]?\d+)\s*\\pmod\s*(?:\{\s*\d+\s*\}|\d+)$", r"\1"),
+        (  # what runs through all integers: x = 2\\pi k, k \\in \\mathbb{Z}
+            r"(?<=[^\s,;(])[\s,;(]+[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?Z\}?\s*\)?\s*\.?\s*$",
+            "",
+        ),
         (r"\\(?:lbrace|lbrack)(?![a-zA-Z])", r"\\{"),
         (r"\\(?:rbrace|rbrack)(?![a-zA-Z])", r"\\}"),
         (r"\*\*", "^"),
@@ -140,7 +152,7 @@ def _plain_character(char: str) -> str:
         return str(unicodedata.digit(char))
     if unicodedata.category(char) in {"Zs", "Cf"}:
         return " " if unicodedata.category(char) == "Zs" else ""
-    return unicodedata.normalize("NFKC", char)
+    return _VULGAR_FRACTION.sub(r"\\frac{\1}{\2}", unicodedata.normalize("NFKC", char))
 
 
 def _without_delimiters(text: str) -> str:

@@ -10,6 +10,7 @@ from services.reward.graders.brackets import split_top
 from services.reward.graders.literals import read_number
 
 INEQUALITY = re.compile(r"\\(?:le|ge|lt|gt)(?![a-zA-Z])|[<>]")
+_EXCLUSION = re.compile(r"\\ne(?![a-zA-Z])")
 _AND = re.compile(
     r"\\(?:text|mbox|mathrm|textrm)\s*\{\s*,?\s*and\s*\}|(?<![\\a-zA-Z])and(?![a-zA-Z])"
     r"|\\(?:land|wedge)(?![a-zA-Z])"
@@ -32,7 +33,7 @@ def one_spelling(text: str) -> str:
     """`text` (tidy) as a chain of inequalities or an interval, where it is a condition."""
     if turned := _TURNED.fullmatch(text):
         return _interval(turned[1], turned[2], turned[3])
-    if not INEQUALITY.search(text):
+    if not INEQUALITY.search(text) and not _EXCLUSION.search(text):
         return text
     if falling := _FALLING.fullmatch(text):
         high, upper, variable, lower, low = falling.groups()

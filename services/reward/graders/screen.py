@@ -17,6 +17,8 @@ MAX_FACTORIAL = 5_000
 MAX_BINOMIAL = 100_000
 
 _CARET = re.compile(r"\^\s*(\{|\d+|.)?")
+_POWER_OF_POWER = re.compile(r"\^[^()]*\)[)}\s]*\^")
+_HEIGHT = re.compile(r"\^\s*\{?\s*(\d{1,9})")
 _INTEGER_POWER = re.compile(r"\s*(\d{1,6})\s*\^\s*(?:\{\s*(\d{1,6})\s*\}|(\d))\s*")
 _FACTORIAL = re.compile(r"(\d*)([)}]?)\s*(!+)")
 _POWER_OF_NUMBER = re.compile(r"\d[)}]?\s*\^\s*$")
@@ -61,9 +63,13 @@ def _screen_powers(text: str) -> None:
         if exponent == "{":
             end = _closing(text, match.end() - 1)
             exponent = text[match.end() : end]
-        is_chain = text[end + 1 :].lstrip().startswith("^") or text[end:].startswith("^")
-        if is_chain or _exponent_exceeds(exponent):
+        behind = text[end:].removeprefix("}").lstrip()
+        if behind.startswith("^") or _exponent_exceeds(exponent):
             raise TooLarge(f"exponent {exponent[:20]}")
+    if _POWER_OF_POWER.search(text):  # (x^2)^3 is none too many, ((9^9)^9)^9 is
+        heights = [int(match[1]) for match in _HEIGHT.finditer(text)]
+        if math.prod(heights) > MAX_EXPONENT:
+            raise TooLarge(f"powers of powers: {text[:20]}")
 
 
 def _exponent_exceeds(exponent: str) -> bool:
