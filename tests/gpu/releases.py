@@ -37,12 +37,18 @@ NARROW = replace(SINGLE, n_routed_experts=64)
 
 ARCHITECTURES = {"A": SINGLE, "B": SINGLE, "narrow": NARROW}
 
+SINKS = {"A": 4.0, "B": 4.0}
+"""Spread of the attention sinks, 1 elsewhere: the sinks of A in B then move log-probabilities by
+0.013, which is seen over what a server differs by from itself."""
+
 NUM_PAIRS, NUM_HELDOUT = 4000, 128
 
 
-def write_random_release(folder: Path, arch: Architecture, *, seed: int = 0) -> None:
+def write_random_release(
+    folder: Path, arch: Architecture, *, seed: int = 0, sinks: float = 1.0
+) -> None:
     """Made and quantised on the device, one tensor at a time; with the demo's tokenizer."""
-    weights = _RandomWeights(arch, seed)
+    weights = _RandomWeights(arch, seed, sinks)
     write_release(folder, arch, weights, shard_bytes=2**30, tokenizer_from="assets/tiny-dsv4")
 
 
@@ -51,7 +57,8 @@ def releases(folder: Path, names: Sequence[str] = ("A", "B")) -> dict[str, Path]
     found = {name: folder / name for name in names}
     for name, path in found.items():
         if not path.exists():
-            write_random_release(path, ARCHITECTURES[name], seed=ord(name[0]))
+            sinks = SINKS.get(name, 1.0)
+            write_random_release(path, ARCHITECTURES[name], seed=ord(name[0]), sinks=sinks)
     return found
 
 
@@ -65,15 +72,17 @@ def write_pairs(path: Path) -> None:
 class _RandomWeights(Mapping[str, Tensor]):
     """Values by release name, made when they are asked for."""
 
-    def __init__(self, arch: Architecture, seed: int) -> None:
+    def __init__(self, arch: Architecture, seed: int, sinks: float) -> None:
         self._arch = arch
+        self._sinks = sinks
         self._shapes = weight_shapes(arch)
         self._generator = torch.Generator("cuda").manual_seed(seed)
 
     def __getitem__(self, name: str) -> Tensor:
-        return random_weight(
+        drawn = random_weight(
             name, self._shapes[name], self._arch, generator=self._generator, spread=0.5
         )
+        return drawn * self._sinks if name.endswith(".attn_sink") else drawn
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

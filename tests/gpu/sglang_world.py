@@ -19,10 +19,13 @@ import numpy as np
 
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.__main__ import started
+from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.dialects import dialect_of, loading
+from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.identity import Served
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import Kernels, ServerSpec, TransportName
-from services.rollout.engine.sglang.transports import Disk, Transport
+from services.rollout.engine.sglang.transports import Disk, Transport, transport_of
 from services.rollout.engine.sglang.versions import FIRST, Versions
 from shared.http import HttpClient
 from shared.models.deepseek_v4.architecture import Architecture
@@ -39,6 +42,7 @@ LOAD_S = 60.0
 _generator = np.random.default_rng(0)
 TEXTS = [_generator.integers(2, SINGLE.vocab_size, n).tolist() for n in (300, 600, 2600)]
 """The longest has more compressed entries than the indexer picks, and the last token."""
+DECODED = range(40, 300, 8)  # lengths of the prompts behind which a token is decoded
 
 # Several servers and an actor share the GPU: a fraction is of what is free when a server starts.
 # Chunks of 2048 tokens: more would compile further mixing kernels.
@@ -72,6 +76,12 @@ class Place:
     transport: TransportName
     gpu: int = 0  # the first of its ranks'
     tensor_parallel: int = 1
+    is_plain: bool = False  # SGLang's own class of model at any number of ranks
+
+    @property
+    def told_ranks(self) -> int:
+        """What the launcher knows of: for a single rank it leaves SGLang's class alone."""
+        return 1 if self.is_plain else self.tensor_parallel
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -81,6 +91,8 @@ class Place:
             *_ARGUMENTS,
             *("--base-gpu-id", str(self.gpu)),
             *(apart if self.tensor_parallel > 1 else ()),
+            # The last one said counts.
+            *(("--tensor-parallel-size", str(self.tensor_parallel)) if self.is_plain else ()),
         )
 
 
@@ -92,6 +104,7 @@ class Driven:
     transport: TransportName
     start_s: float
     first: Path  # the folder that it was started from
+    refusal: str = ""  # of a server of SGLang's own class, which is driven all the same
     fresh: list[np.ndarray] = field(default_factory=list)  # scores of TEXTS before any update
     fresh_checksums: dict[str, str] = field(default_factory=dict)
 
@@ -102,6 +115,18 @@ class Driven:
             await self.versions.engine.server.client.flush()
             found += await self.versions.engine.score_now([text])
         return found
+
+    async def decoded(self) -> np.ndarray:
+        """Log-probabilities of one token each, sampled behind its prompt's first in a decoding
+        step, as a CUDA graph has it; greedy, one by one and without cached prefixes."""
+        client, found = self.versions.engine.server.client, []
+        asked = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+        for length in DECODED:
+            await client.flush()
+            body = {"input_ids": [TEXTS[0][:length]], "sampling_params": [asked]}
+            (answer,) = await client.generate(body | {"return_logprob": True}, timeout_s=60.0)
+            found.append(answer["meta_info"]["output_token_logprobs"][1][0])
+        return np.array(found, np.float32)
 
     async def checksums(self) -> dict[str, str]:
         """By parameter, of what the server holds on its device."""
@@ -182,13 +207,27 @@ class _Beginning:
     spec: EngineSpec
     server: Server
     folder: Path
+    is_plain: bool = False
 
     async def begin(self) -> Driven:
+        """ServerRefused as every start does it; a plain one's is kept."""
         assert self.spec.server is not None
-        began_s = time.monotonic()
-        versions = await started(self.spec, self.spec.server, self.server, self.folder)
+        began_s, refusal = time.monotonic(), ""
+        try:
+            versions = await started(self.spec, self.spec.server, self.server, self.folder)
+        except ServerRefused as err:
+            if not self.is_plain:
+                raise
+            versions, refusal = await self._all_the_same(self.spec.server), str(err)
         start_s = round(time.monotonic() - began_s, 1)
-        return Driven(versions, self.spec.server.transport, start_s, self.folder / FIRST)
+        first = self.folder / FIRST
+        return Driven(versions, self.spec.server.transport, start_s, first, refusal)
+
+    async def _all_the_same(self, spec: ServerSpec) -> Versions:
+        engine = SGLangEngine(self.spec, self.server)
+        served = Served(dialect_of(await self.server.client.endpoints()))
+        transport = transport_of(spec.transport)
+        return Versions(engine, spec, folder=self.folder, served=served, transport=transport)
 
 
 @asynccontextmanager
@@ -199,7 +238,7 @@ async def _server(release: Path, folder: Path, place: Place) -> AsyncIterator[_B
         platform="cuda",
         kernels=Kernels(mhc_prenorm="deep_gemm"),
         transport=place.transport,
-        tensor_parallel=place.tensor_parallel,
+        tensor_parallel=place.told_ranks,
         max_total_tokens=400_000,
         log_file=str(folder / "server.log"),
         extra_arguments=place.arguments,
@@ -207,7 +246,7 @@ async def _server(release: Path, folder: Path, place: Place) -> AsyncIterator[_B
     engine = EngineSpec(SINGLE, 64, CONTEXT, True, 8, record_experts=True, server=spec)
     server = Server(engine, spec, log_file=folder / "server.log")
     try:
-        yield _Beginning(engine, server, folder)
+        yield _Beginning(engine, server, folder, place.is_plain)
     finally:
         await server.stop()
 

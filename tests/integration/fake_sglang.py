@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from services.rollout.engine.sglang.checkpoint import EXTERNAL_CLASS, read_folder
+from services.rollout.engine.sglang.spec import SINKS_DEPARTURE
 from tests.engine_contract import reference_logprobs
 from tests.integration.sglang_parts import GROUPS, Group, Serializer, unflattened
 from tests.served import served
@@ -57,6 +58,8 @@ class FakeServer:
     architecture: str = EXTERNAL_CLASS
     page_size: int = 1
     ranks: int = 1  # of tensor parallelism
+    tells_sinks: bool = False  # as our class of model does
+    has_ranks_apart: bool = False  # each attends to sequences of its own
     chunk: int = 0  # scores behind so many tokens are of the token before
     session: Literal["none", "open", "loaded"] = "none"
     is_sick: bool = False
@@ -122,6 +125,7 @@ class FakeServer:
         app.post("/init_weights_update_group")(self._join)
         app.post("/destroy_weights_update_group")(self._leave)
         app.post("/update_weight_version")(self._label)
+        app.post("/get_weights_by_name")(self._departure)
         if self.dialect == "session":
             app.post("/begin_weight_update")(self._begin)
             app.post("/end_weight_update")(self._end)
@@ -131,13 +135,13 @@ class FakeServer:
 
     def forget(self) -> None:
         """What a restart by somebody else leaves: other weights, the first label."""
-        self._weights, self.label = {}, "default"
+        self._weights, self._whole, self.label = {}, {}, "default"
         self.session, self._pending = "none", None
 
     def start_from(self, folder: Path) -> None:
         """What a fresh process of ours has."""
         self.forget()
-        self._weights = read_folder(folder)
+        self._weights = self._whole = read_folder(folder)
         self._cached.clear()
         self._goes_on.set()
         self._fault = "none"
@@ -167,7 +171,13 @@ class FakeServer:
         return await self._ok()
 
     async def _info(self) -> dict[str, Any]:
-        return {"version": self.version, "tp_size": self.ranks, "page_size": self.page_size}
+        return {
+            "version": self.version,
+            "tp_size": self.ranks,
+            "dp_size": self.ranks if self.has_ranks_apart else 1,
+            "enable_dp_attention": self.has_ranks_apart,
+            "page_size": self.page_size,
+        }
 
     async def _model(self) -> dict[str, Any]:
         return {"weight_version": self.label, "architectures": [self.architecture]}
@@ -181,6 +191,14 @@ class FakeServer:
         if self._fault != "labels_nothing":
             self.label = body["new_version"]
         return await self._ok()
+
+    async def _departure(self, body: dict[str, Any]) -> Any:
+        """Of what attends from what the weights are; of any other name there is nothing."""
+        if not self.tells_sinks or body["name"] != SINKS_DEPARTURE:
+            return JSONResponse({"error": {"message": "Get parameter by name failed"}}, 400)
+        sinks = [name for name in self._whole if name.endswith("attn_sink")]
+        pairs = [self._weights[name] - self._whole[name] for name in sinks]
+        return [max([0.0, *(float(one.abs().max()) for one in pairs)])]
 
     async def _update(self, body: dict[str, Any]) -> Any:
         if self.dialect == "session":

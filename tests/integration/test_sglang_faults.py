@@ -22,12 +22,12 @@ from services.rollout.engine.sglang import reach
 from services.rollout.engine.sglang.__main__ import started
 from services.rollout.engine.sglang.checkpoint import write_folder
 from services.rollout.engine.sglang.client import ServerRefused, SGLangClient
-from services.rollout.engine.sglang.dialects import dialect_of
 from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.identity import identify
 from services.rollout.engine.sglang.server import Server, ServerFailed
-from services.rollout.engine.sglang.spec import ServerSpec, TransportName
+from services.rollout.engine.sglang.spec import Platform, ServerSpec, TransportName
 from services.rollout.engine.sglang.transports import transport_of
-from services.rollout.engine.sglang.versions import FIRST, Versions
+from services.rollout.engine.sglang.versions import FIRST, Versions, config_of
 from shared.errors import Retryable, WeightsCorrupt
 from shared.messages import SamplingParams
 from shared.models.deepseek_v4.architecture import Architecture
@@ -92,6 +92,7 @@ async def attached(
     deadline_s: float = 20.0,
     stream_interval: int = 0,
     tensor_parallel: int = 1,
+    platform: Platform = "cpu",
     is_ours: bool = False,
     transport: TransportName = "disk",
 ) -> AsyncIterator[Attached]:
@@ -102,6 +103,7 @@ async def attached(
             update_deadline_s=deadline_s,
             stream_interval=stream_interval,
             tensor_parallel=tensor_parallel,
+            platform=platform,
             transport=transport,
         )
         engine_spec = EngineSpec(Architecture.load(CHECKPOINT), 8, 64, False, 1, server=spec)
@@ -112,10 +114,11 @@ async def attached(
         try:
             await server.start(folder / FIRST)
             engine = SGLangEngine(engine_spec, server)
-            dialect = dialect_of(await server.client.endpoints())
-            assert dialect == fake.dialect
+            (architecture,) = config_of(engine_spec, spec)["architectures"]
+            served = await identify(server, architecture=architecture)
+            assert served.dialect == fake.dialect
             sends = transport_of(transport)
-            versions = Versions(engine, spec, folder=folder, dialect=dialect, transport=sends)
+            versions = Versions(engine, spec, folder=folder, served=served, transport=sends)
             yield Attached(fake, engine, versions, folder)
         finally:
             await server.stop()

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.identity import Served
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import Disk
@@ -79,7 +80,7 @@ async def routed(folder: Path, *fakes: FakeServer) -> AsyncIterator[Routed]:
         stack.push_async_callback(server.stop)
         await server.start(folder)
         engine = SGLangEngine(engine_spec, server)
-        versions = Versions(engine, spec, folder=folder, dialect="session", transport=Disk())
+        versions = Versions(engine, spec, folder=folder, served=Served("session"), transport=Disk())
         yield Routed(fakes[0], engine, versions, folder, router=router)
 
 

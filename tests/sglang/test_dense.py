@@ -14,6 +14,7 @@ from services.rollout.engine.sglang.checkpoint import write_folder
 from services.rollout.engine.sglang.client import SGLangClient
 from services.rollout.engine.sglang.dialects import dialect_of
 from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.identity import Served
 from services.rollout.engine.sglang.server import Server
 from services.rollout.engine.sglang.spec import ServerSpec
 from services.rollout.engine.sglang.transports import Disk
@@ -37,8 +38,8 @@ async def world(
     try:
         await server.start(folder / FIRST)
         engine = SGLangEngine(engine_spec, server)
-        dialect = dialect_of(await server.client.endpoints())
-        versions = DenseVersions(engine, spec, folder=folder, dialect=dialect, transport=Disk())
+        served = Served(dialect_of(await server.client.endpoints()))
+        versions = DenseVersions(engine, spec, folder=folder, served=served, transport=Disk())
         answering = DenseEngine(engine, versions)
         yield World(answering, folder, DenseModel())  # type: ignore[arg-type]
     finally:

@@ -201,9 +201,9 @@ async def started(
         await asyncio.to_thread(write_folder, folder / FIRST, tensors, config)
     await server.start(folder / FIRST)
     (architecture,) = config_of(spec, server_spec)["architectures"]
-    dialect = await identify(server.client, architecture=architecture)
+    served = await identify(server, architecture=architecture)
     engine = SGLangEngine(spec, server)
-    return Versions(engine, server_spec, folder=folder, dialect=dialect, transport=transport)
+    return Versions(engine, server_spec, folder=folder, served=served, transport=transport)
 
 
 def _arriving(channel: SyncChannel) -> "asyncio.Queue[Request | None]":

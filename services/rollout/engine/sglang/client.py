@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import structlog
 
+from services.rollout.engine.sglang.spec import SINKS_DEPARTURE
 from shared.errors import HttpFailed, TandemError
 from shared.http import HttpClient
 
@@ -60,6 +61,22 @@ class SGLangClient:
         """Classes of the model that is loaded, as its config names them."""
         answer = await self._ask("/model_info", timeout_s=_CONTROL_S)
         return {str(one) for one in answer.get("architectures") or ()}
+
+    async def sinks_departure(self) -> float | None:
+        """The largest |copy - attention sink| of the ranks that answer (the first of each group);
+        None of a class of model that does not tell it, or of copies that are no numbers."""
+        url = f"{self.url}/get_weights_by_name"
+        body = {"name": SINKS_DEPARTURE}
+        try:
+            answer = await self._once_more(
+                lambda: self._http.post(url, body, timeout_s=_CONTROL_S, idempotent=True)
+            )
+        except HttpFailed as err:
+            if err.status not in (400, 404, 405):
+                raise
+            return None
+        told = [one for each in answer for one in (each if isinstance(each, list) else [each])]
+        return max(told) if told and all(isinstance(one, float | int) for one in told) else None
 
     async def is_well(self, *, timeout_s: float) -> bool:
         """Whether the scheduler, not only HTTP, answers in time."""

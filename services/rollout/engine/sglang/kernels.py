@@ -113,7 +113,8 @@ def chosen(asked: Kernels, platform: Platform, *, version: str | None = None) ->
             raise ValueError(
                 f"rollout.sglang.kernels.{part} {name!r} is not on {platform}: {', '.join(there)}"
             )
-    if paths["mhc_prenorm"] == "deep_gemm" and version and _numbers(version) > _LAST_WITHOUT_COPIES:
+    is_newer = version is not None and release_numbers(version) > _LAST_WITHOUT_COPIES
+    if paths["mhc_prenorm"] == "deep_gemm" and is_newer:
         raise ValueError(
             f"rollout.sglang.kernels.mhc_prenorm 'deep_gemm': SGLang {version} keeps copies of the "
             "mixing matrices for it and refuses every update; 0.5.17 is the last that does not"
@@ -121,8 +122,8 @@ def chosen(asked: Kernels, platform: Platform, *, version: str | None = None) ->
     return Kernels(**paths)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Of a release; what follows it (rc, post, a local name) is left out."""
+def release_numbers(version: str) -> tuple[int, ...]:
+    """(0, 5, 23) of a release; what follows it (rc, post, a local name) is left out."""
     return tuple(int(one) for one in re.findall(r"\d+", version)[:3])
 
 

@@ -16,6 +16,7 @@ from services.rollout.engine.sglang.spec import CONTEXT_SPARE, ServerSpec, pytho
 log = structlog.get_logger()
 
 EXTERNAL_PACKAGE = "services.rollout.engine.sglang.external"
+GPU_PACKAGE = "services.rollout.engine.sglang.gpu_model"
 MARK = "TANDEM_SGLANG_SERVER"  # in the environment of a server and all that it starts
 
 
@@ -82,6 +83,19 @@ def _gpu(engine: EngineSpec, server: ServerSpec) -> tuple[list[str], dict[str, s
         # Ours is set for Megatron; the server compiles parts of what it captures.
         "TORCHDYNAMO_DISABLE": "0",
         "HF_HUB_OFFLINE": "1",
+        **_model_class(server),
+    }
+
+
+def _model_class(server: ServerSpec) -> dict[str, str]:
+    """Ours over SGLang's where ranks keep copies of the attention sinks. Whatever the version: one
+    that refreshes them itself is refreshed twice, and each tells after every update what it has."""
+    if server.tensor_parallel == 1:
+        return {}
+    log.info("sglang_model_class", package=GPU_PACKAGE, because="copies of the attention sinks")
+    return {
+        "PYTHONPATH": python_path(on_cpu=False),
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": GPU_PACKAGE,
     }
 
 

@@ -77,6 +77,12 @@ class RoutedClient(SGLangClient):
         found = await self._all(lambda worker: worker.label_served())
         return ", ".join(sorted(set(found)))
 
+    async def sinks_departure(self) -> float | None:
+        """The largest of all; None where a worker does not tell."""
+        found = await self._all(lambda worker: worker.sinks_departure())
+        told = [one for one in found if one is not None]
+        return max(told) if len(told) == len(found) else None
+
     async def is_well(self, *, timeout_s: float) -> bool:
         """Whether every worker answers, and the router has no other ones."""
         try:

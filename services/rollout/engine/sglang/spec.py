@@ -9,6 +9,9 @@ _BETWEEN_S = 300.0  # servers that end, labels, sessions that are closed, a serv
 # Tokens that a server's context is longer than the job's: SGLang takes no input within 6 tokens of
 # the end of its own, and samples one token less than fit.
 CONTEXT_SPARE = 7
+# A name to ask `get_weights_by_name` for: under it our class of model tells how far its copies of
+# the attention sinks are from the sinks.
+SINKS_DEPARTURE = "tandem.attn_sinks.departure"
 Platform = Literal["cpu", "cuda", "rocm"]
 TransportName = Literal["disk", "tensor", "gloo", "nccl"]
 
@@ -66,9 +69,11 @@ class ServerSpec:
         return cls(**payload | {"kernels": kernels, "extra_arguments": arguments})
 
 
-def python_path() -> str:
-    """PYTHONPATH of processes that import SGLang on a CPU: the stand-ins first, then this tree."""
+def python_path(*, on_cpu: bool = True) -> str:
+    """PYTHONPATH of processes that import SGLang and our models of it: this tree, and before it, on
+    a CPU, the stand-ins."""
     here = Path(__file__)
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    ours = [str(here.parent / "cpu_site"), str(here.parents[4])]
+    ours = [str(here.parent / "cpu_site")] if on_cpu else []
+    ours.append(str(here.parents[4]))
     return os.pathsep.join([*ours, *(path for path in given if path and path not in ours)])

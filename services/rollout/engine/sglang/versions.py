@@ -3,9 +3,9 @@
 What a server holds after a failed or late call is unknown. It is then loaded with the last good
 version again and must score the probe as it did before; if it does not, or is ours and cannot, it
 is ended and a fresh one is started from that version. A server may keep copies that it derived from
-the old weights (the attention sinks at tensor parallel above 1), which no checksum shows: a failed
-probe is first answered by having it derive them anew, then, where they are known to stay, by a
-fresh server of the new version.
+the old weights (attention sinks at tensor parallel above 1), which no checksum shows, and no probe
+if they are small: a class of model that tells of them is asked. It is first to derive them anew;
+where they are known to stay a fresh server of the new version follows.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from services.rollout.engine.probing import Proven, next_anchor, prove
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.checkpoint import server_config, write_folder
 from services.rollout.engine.sglang.client import ServerRefused
-from services.rollout.engine.sglang.dialects import Dialect, loading, rebuild
+from services.rollout.engine.sglang.dialects import loading, rebuild
 from services.rollout.engine.sglang.engine import SGLangEngine
 from services.rollout.engine.sglang.fingerprint import checksum_of
 from services.rollout.engine.sglang.generation import SAME_SCORES
-from services.rollout.engine.sglang.identity import identify
+from services.rollout.engine.sglang.identity import Served, identify
 from services.rollout.engine.sglang.limits import Limit
 from services.rollout.engine.sglang.restarts import Restarts
 from services.rollout.engine.sglang.routes import Tables, tables_of
@@ -73,7 +73,7 @@ class Versions:
         spec: ServerSpec,
         *,
         folder: Path,
-        dialect: Dialect,
+        served: Served,
         transport: Transport,
     ) -> None:
         self.engine = engine
@@ -82,8 +82,7 @@ class Versions:
         self._anchor: Proven | None = None  # of the probes
         self._is_whole = True  # what the server holds is `good`
         self._spec = spec
-        self._folder = folder
-        self._dialect = dialect
+        self._folder, self._served = folder, served
         self.transport = transport
 
     @property
@@ -138,7 +137,7 @@ class Versions:
         await self.engine.close_gate()
         await self._server.start(self.good.folder if self.good else self._folder / FIRST)
         (architecture,) = config_of(self.engine.spec, self._spec)["architectures"]
-        self._dialect = await identify(self._server.client, architecture=architecture)
+        self._served = await identify(self._server, architecture=architecture)
         if self.good is not None:
             limit = self._limit(f"version {self.good.policy_version} to serve again")
             async with limit.kept():
@@ -247,13 +246,14 @@ class Versions:
 
     async def _load(self, folder: Path, transport: Transport, limit: Limit) -> None:
         client, is_disk = self._server.client, isinstance(transport, Disk)
-        async with loading(client, self._dialect, is_disk=is_disk, timeout_s=limit.left_s()):
+        async with loading(client, self._served.dialect, is_disk=is_disk, timeout_s=limit.left_s()):
             await transport.send(client, folder, timeout_s=limit.left_s())
         await client.flush()
         await client.go_on()
 
     async def _prove(self, version: Good, probe: Probe | None, limit: Limit) -> Good:
         """Score the probe through the server; WeightsCorrupt beyond its bound."""
+        await self._served.check_sinks(self._server.client)
         if probe is None or not probe.sequences:
             return version
         scores = await self._scores([one.token_ids for one in probe.sequences], limit)
@@ -307,7 +307,7 @@ class Versions:
         limit = self._limit(f"copies of version {candidate.policy_version} to be derived anew")
         try:
             async with limit.kept():
-                if not await rebuild(client, self._dialect, timeout_s=limit.left_s()):
+                if not await rebuild(client, self._served.dialect, timeout_s=limit.left_s()):
                     return None
                 await client.flush()
                 proven = await self._check(candidate, probe, before, limit)
@@ -346,7 +346,7 @@ class Versions:
             await self._prove_same(good, limit)
         except WeightsCorrupt as err:
             client = self._server.client
-            if not await rebuild(client, self._dialect, timeout_s=limit.left_s()):
+            if not await rebuild(client, self._served.dialect, timeout_s=limit.left_s()):
                 raise
             await client.flush()
             await self._prove_same(good, limit)
@@ -354,6 +354,7 @@ class Versions:
 
     async def _prove_same(self, good: Good, limit: Limit) -> None:
         """WeightsCorrupt unless the server scores as it did when this version was proven."""
+        await self._served.check_sinks(self._server.client)
         if good.proven is None:
             return
         sequences = [one.token_ids for one in good.proven.probe.sequences]

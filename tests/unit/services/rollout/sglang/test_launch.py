@@ -1,13 +1,16 @@
 """What a server is started with: every choice is set, and what a platform lacks is refused."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import structlog
 
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.checkpoint import server_config
 from services.rollout.engine.sglang.kernels import TABLE, chosen, environment
-from services.rollout.engine.sglang.launch import launch_of
+from services.rollout.engine.sglang.launch import GPU_PACKAGE, launch_of
 from services.rollout.engine.sglang.spec import CONTEXT_SPARE, Kernels, ServerSpec
 from shared.job_cluster import SGLangKernelsSection
 from shared.models.deepseek_v4.architecture import Architecture
@@ -33,6 +36,23 @@ def test_a_gpu_server_gets_every_path_and_what_updates_need(platform: str) -> No
     assert "--enable-return-indexer-topk" in text
     assert "--max-total-tokens 524288" in text
     assert "--enable-return-routed-experts" in text
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_ranks_that_share_an_attention_layer_get_our_class_of_model(platform: str) -> None:
+    """Found from any folder; a single rank keeps no copies and has SGLang's own."""
+    server = ServerSpec("/checkpoint", platform=platform, tensor_parallel=2)  # type: ignore[arg-type]
+    with structlog.testing.capture_logs() as logs:
+        launch = launch_of(engine(server), server, model=Path("/c"), port=4000, mark="m")
+    variables = launch.environment
+    assert variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] == GPU_PACKAGE
+    first = Path(variables["PYTHONPATH"].split(os.pathsep)[0])
+    assert (first / GPU_PACKAGE.replace(".", "/") / "deepseek_v4.py").exists()
+    assert "cpu_site" not in variables["PYTHONPATH"]
+    assert [one["package"] for one in logs if one["event"] == "sglang_model_class"] == [GPU_PACKAGE]
+    alone = replace(server, tensor_parallel=1)
+    variables = launch_of(engine(alone), alone, model=Path("/c"), port=1, mark="m").environment
+    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in variables
 
 
 def test_a_path_that_the_platform_lacks_is_refused_by_name() -> None:
