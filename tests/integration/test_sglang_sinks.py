@@ -118,9 +118,12 @@ async def test_an_attached_server_is_refused_that_may_keep_its_first_sinks(
 ) -> None:
     """However the job's own setting stands: the server says how many ranks it has."""
     if words is None:
-        async with attached(two_ranks(**fields), tmp_path, platform="cuda") as world:
-            number = await world.activate(OLD)
-            assert await world.sample() == [(number, 4)]
+        with structlog.testing.capture_logs() as logs:
+            async with attached(two_ranks(**fields), tmp_path, platform="cuda") as world:
+                number = await world.activate(OLD)
+                assert await world.sample() == [(number, 4)]
+        is_trusted = "sglang_sinks_are_not_told" in {one["event"] for one in logs}
+        assert is_trusted == (fields["dialect"] == "session")
         return
     with pytest.raises(ServerRefused, match=words):
         async with attached(two_ranks(**fields), tmp_path, platform="cuda"):

@@ -72,9 +72,13 @@ def attention_ranks(info: dict[str, Any]) -> int:
 
 def _check_refreshed(url: str, version: str, dialect: Dialect, *, is_ours: bool) -> None:
     """ServerRefused unless SGLang's own class is known to refresh its copies at every load."""
-    if is_ours:  # it was told to load our class
-        raise ServerRefused(f"SGLang {version} did not load the model of {GPU_PACKAGE}")
+    if is_ours:
+        raise ServerRefused(
+            f"SGLang {version} did not load the model of {GPU_PACKAGE}, which it is told to where "
+            "rollout.sglang.tensor_parallel, no argument of its own, says that it has several ranks"
+        )
     if dialect == "session" and release_numbers(version) >= _FIRST_THAT_REFRESHES:
+        log.warning("sglang_sinks_are_not_told", url=url, relies_on=f"SGLang {version} and probe")
         return
     raise ServerRefused(
         f"{url}: SGLang {version} at tensor parallel above 1 may attend with copies of the first "
