@@ -44,9 +44,7 @@ class JobView:
         fields = event.fields
         match event.name:
             case "job_started":
-                self.state = "running"
-                self.steps = dict(fields.get("job") or {}).get("steps", self.steps)
-                return f"{self.job_id} started"
+                return self._started(fields)
             case "step":
                 self.state = "running"
                 self.step = fields
@@ -71,6 +69,15 @@ class JobView:
                 told = " ".join(f"{name}={value}" for name, value in fields.items())
                 return f"{event.name.replace('_', ' ')}  {told}"
         return None
+
+    def _started(self, fields: Mapping[str, Any]) -> str:
+        """A job that nobody ended and that starts again: its trainer died, or was stopped."""
+        was_running, self.state = self.state == "running", "running"
+        self.steps = dict(fields.get("job") or {}).get("steps", self.steps)
+        if not (was_running or fields.get("step")):
+            return f"{self.job_id} started"
+        goes_on = f"{self.job_id} goes on after step {fields.get('step') or 0}"
+        return f"the trainer was restarted; {goes_on}" if was_running else goes_on
 
     @property
     def done(self) -> int:

@@ -30,6 +30,12 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 
+CUT_ROWS = """box => {
+  const edge = box.getBoundingClientRect().bottom;
+  return [...box.querySelectorAll("tr")].map((row) => row.getBoundingClientRect())
+    .filter((row) => row.top < edge - 1 && row.bottom > edge + 1).length;
+}"""
+
 
 @pytest_asyncio.fixture
 async def chromium() -> AsyncIterator[Browser]:
@@ -92,12 +98,14 @@ async def test_a_run_of_ten_thousand_steps_is_quick_and_goes_on_live(
         "stage 200.0 ms", "wait 189.0 ms", "load 20.0 ms", "restore 10.0 ms", "probe 50.0 ms",
         "pause 30.0 ms", "resume 1.0 ms",
     ]  # fmt: skip
-    cut = """rows => {
-      const edge = rows.getBoundingClientRect().bottom;
-      return [...rows.querySelectorAll("tr")].map((row) => row.getBoundingClientRect())
-        .filter((row) => row.top < edge - 1 && row.bottom > edge + 1).length;
-    }"""
-    assert await page.locator("#updates").evaluate(cut) == 0
+    assert await page.locator("#updates").evaluate(CUT_ROWS) == 0
+    assert await page.locator(".updates").evaluate("box => box.scrollWidth - box.clientWidth") == 0
+    events = page.locator("#events tr")
+    await expect(events).to_have_count(15)
+    await expect(events.first).to_contain_text(
+        f"step {ALL_STEPS + 1}, policy version {ALL_STEPS + 1}"
+    )
+    assert await page.locator("#events").evaluate(CUT_ROWS) == 0
     widths = await phases.evaluate_all("all => all.map(one => parseFloat(one.style.width))")
     assert widths == pytest.approx([40.0, 37.8, 4.0, 2.0, 10.0, 6.0, 0.2])
     assert seen.errors == []
@@ -182,8 +190,21 @@ async def test_a_small_screen_shows_all_without_scrolling_sideways(
     how = {"viewport": {"width": 360, "height": 740}, "color_scheme": scheme}
     seen = await Seen.open(chromium, served.url, **how)
     await expect(seen.page.locator("#charts section")).to_have_count(12, timeout=20_000)
+    error = "HTTP 500: " + "the shard is not what was promised " * 6
+    served.tell(("update_failed", {"server": "rollout-1", "policy_version": 40, "error": error}))
+    served.tell(("rank_restarted", {"error": "RanksLost: " + "a long story, " * 40}))
+    told = seen.page.locator("#events td:last-child")
+    await expect(told.first).to_contain_text("RanksLost: a long story")
+    await expect(told.first).to_contain_text("…")
     width = await seen.page.evaluate("document.documentElement.scrollWidth")
     assert width <= 360
+    failure = seen.page.locator("#updates .state.failed")
+    await expect(failure).to_have_attribute("title", error)
+    for rows in ("#updates", "#events"):
+        assert await seen.page.locator(rows).evaluate(CUT_ROWS) == 0
+    assert await seen.page.locator(".events").evaluate("one => one.scrollWidth") <= 360
+    widths = await told.evaluate_all("all => all.map((one) => one.clientWidth)")
+    assert min(widths) > 200  # each reads as a line, not as a column of words
     assert seen.errors == []
 
 

@@ -137,10 +137,16 @@ def _merge(name: str, values: Sequence[Any]) -> Any:
         keys = dict.fromkeys(key for one in maps for key in one)
         if name == "lag_tokens":
             return {key: sum(one.get(key, 0) for one in maps) for key in keys}
-        return {key: _merge(key, [one.get(key) for one in maps]) for key in keys}
+        return {key: _mean([one.get(key) for one in maps]) for key in keys}  # seconds, backlogs
+    numbers = [value for value in values if isinstance(value, int | float)]
+    if numbers and name in _SUMMED:
+        return sum(numbers)
+    return max(numbers) if numbers and name.endswith("_max") else _mean(values)
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Of the numbers; what is no number is the last one's."""
     numbers = [value for value in values if isinstance(value, int | float)]
     if not numbers or isinstance(values[-1], bool):
         return values[-1]
-    if name in _SUMMED:
-        return sum(numbers)
-    return max(numbers) if name.endswith("_max") else sum(numbers) / len(numbers)
+    return sum(numbers) / len(numbers)

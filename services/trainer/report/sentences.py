@@ -152,9 +152,10 @@ def groups(summary: Summary) -> str:
     dropped = summary.groups.dropped
     reasons = ", ".join(f"{num} {reason.replace('_', ' ')}" for reason, num in dropped.items())
     return (
-        f"{summary.groups.trained} groups were trained, {sum(dropped.values())} dropped"
-        f"{f' ({reasons})' if reasons else ''}, and "
-        f"{summary.groups.duplicates_refused} duplicates refused."
+        f"{counted(summary.groups.trained, 'group')} "
+        f"{'was' if summary.groups.trained == 1 else 'were'} trained, "
+        f"{sum(dropped.values())} dropped{f' ({reasons})' if reasons else ''}, and "
+        f"{counted(summary.groups.duplicates_refused, 'duplicate')} refused."
     )
 
 

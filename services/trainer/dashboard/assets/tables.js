@@ -109,7 +109,7 @@ export function updates(run) {
     element("time", new Date(1000 * update.at_s).toLocaleTimeString()),
     update.server,
     update.policy_version,
-    update.error ? element("span", update.error, "state failed") : bar(update, longest),
+    update.error ? failure(update.error) : bar(update, longest),
     update.seconds === undefined ? "–" : `${update.seconds.toFixed(2)} s`,
     pulled(update),
     number(update.probe_mean_abs_delta),
@@ -121,6 +121,12 @@ export function updates(run) {
 export function phases() {
   const [first, ...others] = UPDATE_PHASES;
   return [first, "wait", ...others].flatMap((name) => [element("i", "", "phase " + name), name + " "]);
+}
+
+function failure(error) {
+  const made = element("span", error, "state failed");
+  made.title = error;
+  return made;
 }
 
 function bar(update, longest) {
@@ -158,7 +164,7 @@ export function groups(run) {
 }
 
 export function events(run) {
-  const rows = run.events.slice(-30).reverse().map((event) => [
+  const rows = run.events.slice(-SHOWN_EVENTS).reverse().map((event) => [
     element("time", new Date(1000 * event.at_s).toLocaleTimeString()),
     event.replica,
     words(event.name),
@@ -167,7 +173,11 @@ export function events(run) {
   return table([], rows);
 }
 
+const SHOWN_EVENTS = 15;
+const LONGEST_TEXT = 200;
 const FIRST = ["step", "policy_version", "server", "replica", "state", "error", "reward_raw", "delta_logprob_mean", "step_seconds", "pause_s"];
+
+const cut = (text) => (text.length > LONGEST_TEXT ? text.slice(0, LONGEST_TEXT) + "…" : text);
 
 // The fields that tell most, then whichever come first.
 function shortFields(fields) {
@@ -175,8 +185,9 @@ function shortFields(fields) {
   const names = [...FIRST.filter((name) => name in fields), ...Object.keys(fields).filter((name) => !FIRST.includes(name))];
   for (const name of names) {
     const value = fields[name];
-    if (typeof value === "number") shown.push(`${words(name)} ${number(value)}`);
-    else if (typeof value === "string" && value.length < 200) shown.push(`${words(name)} ${value}`);
+    if (Number.isInteger(value)) shown.push(`${words(name)} ${value}`); // a version is no "10.0 k"
+    else if (typeof value === "number") shown.push(`${words(name)} ${number(value)}`);
+    else if (typeof value === "string") shown.push(`${words(name)} ${cut(value)}`);
     if (shown.length === 5) break;
   }
   return shown.join(", ");

@@ -42,6 +42,28 @@ def test_a_step_is_one_line() -> None:
         assert part in line
 
 
+def test_a_restart_of_the_trainer_is_told_and_a_resumed_job_is_none() -> None:
+    view = JobView("demo-1")
+    told = [
+        view.apply(one)
+        for one in (
+            event("job_started", job={"steps": 60}, step=0),
+            event("job_started", job={"steps": 60}, step=0),
+            step(1, 0.2),
+            event("job_started", job={"steps": 60}, step=1),
+            event("job_finished", state="paused"),
+            event("job_started", job={"steps": 60}, step=1),
+        )
+    ]
+    assert [line for line in told if line and not line.startswith("step")] == [
+        "demo-1 started",
+        "the trainer was restarted; demo-1 goes on after step 0",
+        "the trainer was restarted; demo-1 goes on after step 1",
+        "demo-1 paused",
+        "demo-1 goes on after step 1",
+    ]
+
+
 def test_the_block_shows_state_evaluation_and_servers() -> None:
     view = JobView("demo-1", steps=60)
     view.apply(step(30, 0.5))

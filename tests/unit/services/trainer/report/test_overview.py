@@ -57,6 +57,7 @@ def test_ten_thousand_steps_become_a_thousand_means() -> None:
             "fields": {
                 "step": number, "loss": float(number), "groups": 2, "lag_max": number % 10,
                 "lag_tokens": {"0": 1, str(number % 2): 3}, "seconds": {"wait": 1.0},
+                "backlog": {"prompts": 6, "groups": number % 2},
                 "kl": None, "policy_version": number,
             },
         }
@@ -70,5 +71,6 @@ def test_ten_thousand_steps_become_a_thousand_means() -> None:
     assert (first["groups"], first["lag_max"], first["kl"]) == (20, 9, None)
     assert first["lag_tokens"] == {"0": 20, "1": 15}
     assert first["seconds"] == {"wait": 1.0}
+    assert first["backlog"] == {"prompts": 6, "groups": 0.5}  # what waits is no sum
     assert sum(one["fields"]["groups"] for one in found) == 20_000
     assert thinned(steps[:1000], 1000) == steps[:1000]

@@ -228,6 +228,13 @@ def test_no_trend_is_claimed_when_the_interval_includes_zero(run: Run) -> None:
     assert "shows no trend" in sentences.reward(run.summary())
 
 
+def test_one_group_is_one_group(run: Run) -> None:
+    run.step(1, reward=0.5, delta=0.01)
+    found = run.summary()
+    one = replace(found, groups=replace(found.groups, trained=1, duplicates_refused=1, dropped={}))
+    assert sentences.groups(one) == "1 group was trained, 0 dropped, and 1 duplicate refused."
+
+
 def test_a_rise_is_claimed_when_it_is_sure(run: Run) -> None:
     for step in range(1, 31):
         run.step(step, reward=0.02 * step + 0.01 * (step % 2), delta=0.01)
