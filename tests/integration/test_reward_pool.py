@@ -79,6 +79,19 @@ async def test_mathematics_is_graded_in_the_pool(pool: GradingPool) -> None:
     assert outcomes[0].value == 1.0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("answer", ["|A" * 200, r"\|A" * 100, r"\sum_{k=1}^{9999}\frac{1}{k^9}"])
+async def test_an_answer_that_math_verify_reads_for_ever_times_out(
+    pool: GradingPool, answer: str
+) -> None:
+    """The first takes it 54 s; the pool is none the worse."""
+    hostile = Check("math", f"\\boxed{{{answer}}}", "7", 0.5)
+    normal = [Check("math", f"\\boxed{{{number}}}", "7") for number in range(20)]
+    outcomes = await pool.grade([*normal, hostile, *normal])
+    assert outcomes.pop(20) == Timeout(after_s=0.5)
+    assert [outcome.value for outcome in outcomes].count(1.0) == 2  # type: ignore[union-attr]
+    await wait_until(lambda: len(pool.pids) == CONFIG.workers)
+
+
 @pytest.mark.parametrize(
     ("grader", "response"),
     [("sleeps", "60"), ("spins", "60"), ("hangs_in_c", ""), ("leaves_a_child", "60")],
