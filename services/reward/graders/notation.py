@@ -39,6 +39,8 @@ _REWRITES = [
         ),
         (r"\\mathrm\s*\{([ie])\}", r"\1"),
         (r"\\log\s*_\s*\{?e\}?(?![a-zA-Z])", r"\\ln "),
+        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+        (r"^-\\infty\s*<\s*\\?[a-zA-Z]+\s*<\s*\+?\\infty\s*$", r"(-\\infty,\\infty)"),
         (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
         (r"\{\s*([^{}]+?)\s*\\choose(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\binom{\1}{\2}"),
         (r"\\sqrt\s*\[\s*(\d?[13579])\s*\]\s*\{\s*-\s*([^-+{}]+)\}", r"-\\sqrt[\1]{\2}"),  # real
