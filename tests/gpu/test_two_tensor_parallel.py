@@ -92,7 +92,7 @@ async def test_only_our_class_tells_of_its_sinks_and_the_other_is_refused(
 async def test_without_our_class_an_update_leaves_the_sinks_stale(
     world: World, decoded: Decoded, figures: Figures
 ) -> None:
-    """Equal checksums, other scores. The old weights fit the old sinks again."""
+    """Equal checksums, other scores, before SGLang 0.5.23. The old weights fit the old sinks."""
     first, second = world.first, world.second
     kept = figures["tensor parallel"]["without our class"] = {}
     await second.load(first.first, Disk())

@@ -56,8 +56,9 @@ async def loading(
 
 
 async def rebuild(client: SGLangClient, dialect: Dialect, *, timeout_s: float) -> bool:
-    """Have the server derive anew what it keeps beside its weights (the local attention sinks of
-    tensor parallel ranks). False where it has no call for that."""
+    """Have the server derive anew what it keeps beside its weights. False where it has no call for
+    that. Of the attention sinks of tensor parallel ranks it helps with our class of model, or
+    SGLang's own since 0.5.23, which every load refreshes by itself."""
     if dialect == "session":
         async with _session(client, timeout_s):
             pass  # one without a load ends with the model's own work after loading
