@@ -50,6 +50,8 @@ class JobStatus(_Answer):
     error: str | None = None
     wish: str | None = None
     """What was asked for and has not happened yet: 'pause' or 'cancel'."""
+    doing: str | None = None
+    """What a running job is at: 'training step 5'."""
     warnings: list[str] = []
     counts: dict[str, Any] = {}
     last: dict[str, Any] = {}

@@ -34,6 +34,8 @@ def job_table(job: JobStatus) -> Table:
     }
     for name, text in rows.items():
         table.add_row(name, text)
+    if job.doing:
+        table.add_row("now", Text(job.doing))
     if job.error:
         table.add_row("error", Text(job.error, style="red"))
     for warning in job.warnings:

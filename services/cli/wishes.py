@@ -72,7 +72,8 @@ def _ask(
 def told(wish: Command, found: JobStatus) -> str:
     """What a person reads: never the old state alone."""
     if wish != "resume" and found.state == "running":
-        return f"asked {found.job_id} to {wish}: it is running, and will be {_FOLLOWS[wish]}"
+        now = found.doing or "running"
+        return f"asked {found.job_id} to {wish}: it is {now}, and will be {_FOLLOWS[wish]}"
     if wish == "resume" and found.state == "queued":
         return f"{found.job_id} is queued: it continues after step {found.step} when its turn comes"
     return f"{found.job_id} is {found.state}"

@@ -22,6 +22,7 @@ class Progress:
     policy_version: int = 0  # what that step makes, and what the next one trains
     published_version: int = -1  # newest version offered to servers
     usable_share: float = 1.0  # of groups that arrive, as far as is known
+    doing: str = "beginning"  # in words, for people
 
     @property
     def steps_left(self) -> int:

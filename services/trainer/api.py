@@ -77,6 +77,8 @@ class JobStatus(BaseModel):
     """Why it is paused or failed."""
     wish: str | None
     """What was asked for and has not happened yet: `pause` or `cancel`."""
+    doing: str | None
+    """What a running job is at; a wish is answered after it, or within it."""
     warnings: list[str]
     """What the job does without, one sentence each."""
     counts: dict[str, int]
@@ -140,7 +142,9 @@ class _State:
 
     async def status(self, job: StoredJob) -> JobStatus:
         run_dir = self.runner.run_dir(job.job_id)
-        return JobStatus.model_validate(await asyncio.to_thread(job_status, job, run_dir))
+        doing = self.runner.doing(job.job_id)
+        found = await asyncio.to_thread(job_status, job, run_dir, doing=doing)
+        return JobStatus.model_validate(found)
 
 
 State = Annotated[_State, Depends()]
@@ -353,3 +357,8 @@ async def answer_refused(_: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, Refused)
     detail = [one.document() for one in err.problems]
     return EscapedJSONResponse({"detail": detail}, status_code=422)
+
+
+async def answer_unwritable(_: Request, err: Exception) -> JSONResponse:
+    """507: the disk is full; the detail names file and free space."""
+    return EscapedJSONResponse({"detail": str(err)}, status_code=507)

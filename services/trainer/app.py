@@ -17,6 +17,7 @@ from services.trainer import (
 )
 from services.trainer.config import TrainerConfig
 from services.trainer.dashboard.routes import router as dashboard
+from services.trainer.disk import Unwritable
 from services.trainer.jobs.runner import BeginRanks, JobRunner
 from services.trainer.jobs.store import JobStore
 from services.trainer.jobs.submission import Refused
@@ -76,6 +77,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
     app.include_router(evaluation_pages.router)
     app.include_router(health_router(lambda: broker_trouble(app.state.redis)))
     app.add_exception_handler(Refused, api.answer_refused)
+    app.add_exception_handler(Unwritable, api.answer_unwritable)
     answer_malformed(app)
     serve_api_page(app)
     return app

@@ -1,6 +1,7 @@
 """What one job is run with, each part given what it needs of the others."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,13 @@ class Parts:
     profiler: Profiler
 
     def close(self) -> None:
-        """The run's files."""
-        if self.recording is not None:
-            self.recording.close()
-        self.shelf.close()
-        self.record.close()
-        self.books.close()
+        """The run's files, each whatever the others say."""
+        with ExitStack() as files:
+            files.callback(self.books.close)
+            files.callback(self.record.close)
+            files.callback(self.shelf.close)
+            if self.recording is not None:
+                files.callback(self.recording.close)
 
 
 def assemble(

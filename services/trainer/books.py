@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from services.trainer.disk import writing
 from services.trainer.entries import (
     SCHEMA,
     BooksViolated,
@@ -49,9 +50,10 @@ class Books:
         self.path = path
         self._lock = threading.RLock()
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(SCHEMA)
+        with writing(path):
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(SCHEMA)
         self._closed_step = 0  # the newest step whose groups are chosen
 
     def close(self) -> None:
@@ -358,7 +360,7 @@ class Books:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """One transaction; an exception inside leaves the file as it was."""
-        with self._lock:
+        with self._lock, writing(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield

@@ -56,9 +56,11 @@ class Conductor:
         p = self.parts
         document = p.job.model_dump(mode="json")
         p.record.note(p.events("job_started", job=document, step=p.books.last_step()))
+        p.progress.doing = "comparing its inputs with those that the run began with"
         await asyncio.to_thread(check_inputs, p.books, p.source)
         await p.preflight.check_memory()
         await self._announce()
+        p.progress.doing = "starting ranks, loading and replaying what they lack"
         await self._steps.restore()
         await warm_up(self._steps, source=p.source, pause_asked=self.pause_asked)
         workers = (self._follow, p.collector.run, self._offer, p.evals.run, self._watch)
@@ -70,16 +72,20 @@ class Conductor:
                 await self._unless_paused(p.rollback.wait())
                 await p.profiler.at_step(p.progress.step, self._announce)
                 await self._step()
+            p.progress.doing = "waiting for evaluations"
             await p.profiler.at_end(self._announce)
             await self._finish()
 
-    async def close(self, ended: EndState | None, *, error: str | None = None) -> None:
-        """Stop what runs. `ended` is the job's last state; None leaves it active for a restart."""
+    async def close(
+        self, ended: EndState | None, *, error: str | None = None, saves: bool = True
+    ) -> None:
+        """Stop what runs. `ended` is the job's last state; None leaves it active for a restart. A
+        job that pauses `saves` a checkpoint."""
         p = self.parts
         if self._eval_request is not None:
             await end(self._eval_request)
         p.profiler.close()
-        await self._steps.end(ended, error=error)
+        await self._steps.end(ended, error=error, saves=saves)
         if ended is not None:
             await announce_finished(p.redis, job_id=p.job_id, job=p.job, trainer_url=p.trainer_url)
             if ended != "paused":
@@ -92,6 +98,7 @@ class Conductor:
         p = self.parts
         watch = Stopwatch()
         await p.feeder.fill()
+        p.progress.doing = f"collecting the groups of step {p.progress.step + 1}"
         with watch.part("wait") as facts:
             groups = await self._collect()
             facts["groups"] = [group.group_id for group in groups]
@@ -106,6 +113,7 @@ class Conductor:
         if self._steps.is_training and p.drift.is_due(step):
             with watch.part("attribute"):
                 await self._attribute(step)
+        p.progress.doing = f"training step {step}"
         result = await self._steps.train(step)
         self._on_point("trained")
         await p.collector.finish(groups)
@@ -118,12 +126,15 @@ class Conductor:
 
     async def _offer_version(self, watch: Stopwatch) -> None:
         p = self.parts
+        p.progress.doing = f"exporting version {p.progress.policy_version}"
         with watch.part("export"):
             await p.exporter.export(p.progress.policy_version)
         self._on_point("exported")
+        p.progress.doing = f"publishing version {p.progress.policy_version}"
         with watch.part("publish"):
             await self._publish()
         self._on_point("published")
+        p.progress.doing = f"saving step {p.progress.step} if that is due"
         with watch.part("checkpoint"):
             await self._steps.save_if_due()
         self._on_point("saved")
@@ -215,13 +226,16 @@ class Conductor:
         """Offer the restored weights: under their version only if they are still the same bytes."""
         p = self.parts
         version = p.progress.policy_version
-        if not await p.exporter.make_sure(version):
+        p.progress.doing = f"exporting version {version}"
+        if not await self._unless_paused(p.exporter.make_sure(version)):
             version += 1
             log.warning("replay_made_other_weights", policy_version=version)
             p.books.keep_note(VERSION_NOTE, str(version))
             p.progress.policy_version = version
-            await p.exporter.export(version)
+            await self._unless_paused(p.exporter.export(version))
+        p.progress.doing = f"proving version {version} (preflight)"
         await self._prove(version)
+        p.progress.doing = f"publishing version {version}"
         await p.evals.restore()
         p.rollback.restore()
         await self._publish()

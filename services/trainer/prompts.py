@@ -3,6 +3,7 @@
 Nothing is remembered, so a group that got lost anywhere can be asked again under its own id.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,14 +52,15 @@ class PromptSource:
     tokenizer: Tokenizer | None = None
 
     @classmethod
-    def load(cls, job_id: str, job: Job) -> "PromptSource":
-        """Read data set and tokenizer; blocks. Raises `DataError`, OSError for a checkpoint, or
-        ValueError for a chat format that its tokenizer does not have."""
+    def load(cls, job_id: str, job: Job, *, left: threading.Event | None = None) -> "PromptSource":
+        """Read data set and tokenizer; blocks until that is done or `left`. Raises `DataError`,
+        OSError for a checkpoint, or ValueError for a chat format that its tokenizer does not have.
+        """
         tokenizer = CheckpointTokenizer.load(expand_path(job.model.rollout_checkpoint))
         source = cls(
             job_id,
             job,
-            [] if job.mode == "train_only" else load_rows(job.data),
+            [] if job.mode == "train_only" else load_rows(job.data, left=left),
             partial(
                 encode_prompt,
                 prompt_format=job.data.prompt_format,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgpack
 
+from services.trainer.disk import writing
 from shared.errors import Rejected, TandemError
 from shared.messages import ScoredGroup
 
@@ -59,9 +60,10 @@ class Recording:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
+        with writing(path):
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Recording":
@@ -81,7 +83,7 @@ class Recording:
         """A group that was asked again replaces what came before."""
         prompt = scored.group.prompt
         body = zlib.compress(scored.pack(), _LEVEL)
-        self._db.execute(
+        self._write(
             "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, NULL)",
             (prompt.group_id, prompt.draw, body),
         )
@@ -89,10 +91,10 @@ class Recording:
     def keep_routes(self, group_id: str, routes: Sequence[bytes]) -> None:
         """What the sampler chose inside, packed, one entry a rollout."""
         body = msgpack.packb(list(routes))
-        self._db.execute("UPDATE groups SET routes = ? WHERE group_id = ?", (body, group_id))
+        self._write("UPDATE groups SET routes = ? WHERE group_id = ?", (body, group_id))
 
     def keep_step(self, step: RecordedStep) -> None:
-        self._db.execute(
+        self._write(
             "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
             (
                 step.step,
@@ -105,7 +107,7 @@ class Recording:
 
     def forget_after(self, step: int) -> None:
         """What the books do not have: it was refused, or its process died before it was theirs."""
-        self._db.execute("DELETE FROM steps WHERE step > ?", (step,))
+        self._write("DELETE FROM steps WHERE step > ?", (step,))
 
     def steps(self) -> list[RecordedStep]:
         with self._reading("its steps"):
@@ -138,6 +140,10 @@ class Recording:
     def group_ids(self) -> Sequence[str]:
         rows = self._db.execute("SELECT group_id FROM groups ORDER BY draw").fetchall()
         return [str(name) for (name,) in rows]
+
+    def _write(self, statement: str, values: tuple[object, ...]) -> None:
+        with writing(self.path):
+            self._db.execute(statement, values)
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:

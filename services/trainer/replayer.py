@@ -53,6 +53,7 @@ class Replayer:
                 raise RecordingUnreadable(
                     f"{recording.path} has {last} steps, the job asks for {p.job.steps}"
                 )
+            p.progress.doing = "starting ranks, loading and replaying what they lack"
             await self._steps.restore()
             await warm_up(self._steps, source=p.source, pause_asked=self.pause_asked)
             for step in recorded:
@@ -63,15 +64,20 @@ class Replayer:
                 await self._take(step, recording)
         finally:
             recording.close()
+        p.progress.doing = f"exporting version {p.progress.policy_version}"
         await p.exporter.export(p.progress.policy_version)
 
-    async def close(self, ended: EndState | None, *, error: str | None = None) -> None:
-        """Stop what runs. `ended` is the job's last state; None leaves it active for a restart."""
-        await self._steps.end(ended, error=error)
+    async def close(
+        self, ended: EndState | None, *, error: str | None = None, saves: bool = True
+    ) -> None:
+        """Stop what runs. `ended` is the job's last state; None leaves it active for a restart. A
+        job that pauses `saves` a checkpoint."""
+        await self._steps.end(ended, error=error, saves=saves)
         self.parts.close()
 
     async def _take(self, step: RecordedStep, recording: Recording) -> None:
         watch = Stopwatch()
+        self.parts.progress.doing = f"training step {step.step}"
         with watch.part("pack"):
             groups = await asyncio.to_thread(self._judged, step, recording)
             kept = [group for group in groups if isinstance(group, KeptGroup)]

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer
 
 from services.trainer.batches import KeptGroup
+from services.trainer.disk import writing
 from shared.messages import Outcome, TrainingBatch
 
 SAMPLES_FILE = "samples.sqlite"
@@ -88,12 +89,14 @@ class SampleShelf:
     """Calls are short and synchronous; one writer, any number of readers."""
 
     def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / SAMPLES_FILE
         self._db = sqlite3.connect(
-            run_dir / SAMPLES_FILE, isolation_level=None, check_same_thread=False, timeout=10
+            self._path, isolation_level=None, check_same_thread=False, timeout=10
         )
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=OFF")
-        self._db.executescript(_SCHEMA)
+        with writing(self._path):
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=OFF")
+            self._db.executescript(_SCHEMA)
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "SampleShelf | None":
@@ -115,10 +118,11 @@ class SampleShelf:
             )
             for one in samples
         ]
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?)", rows)
-        self._db.execute("DELETE FROM samples WHERE step <= ?", (step - KEPT_STEPS,))
-        self._db.execute("COMMIT")
+        with writing(self._path):
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?)", rows)
+            self._db.execute("DELETE FROM samples WHERE step <= ?", (step - KEPT_STEPS,))
+            self._db.execute("COMMIT")
 
     def heads(self, *, step: int | None = None, limit: int = 200) -> list[dict[str, Any]]:
         """Newest step first; within it those furthest from the trainer first."""

@@ -13,6 +13,7 @@ import structlog
 
 from services.trainer.assembly import Parts
 from services.trainer.batches import KeptGroup, batch_facts, build_batch
+from services.trainer.disk import Unwritable, writing
 from services.trainer.entries import DroppedGroups
 from services.trainer.held_policy import HeldPolicy, version_of
 from services.trainer.keeper import StepRefused
@@ -197,15 +198,23 @@ class StepTaker:
                 f"is {drift:.4g}, above bounds.max_mean_abs_delta_logprob = {bound:g}"
             )
 
-    async def end(self, ended: EndState | None, *, error: str | None = None) -> None:
-        """End the ranks; `ended` None means that another process goes on with the job."""
+    async def end(
+        self, ended: EndState | None, *, error: str | None = None, saves: bool = True
+    ) -> None:
+        """End the ranks; `ended` None means that another process goes on with the job. A disk that
+        is full may know nothing of it."""
         p = self.parts
-        if ended == "paused" and self.is_training:
+        if ended == "paused" and self.is_training and saves:
             await self._save_for_later()
-        await p.keeper.close()
-        if ended is not None:
-            seconds = self._seconds_since_start()
-            p.record.note(p.events("job_finished", state=ended, error=error, seconds=seconds))
+        try:
+            with writing(p.run_dir):
+                await p.keeper.close()
+                if ended is not None:
+                    seconds = self._seconds_since_start()
+                    end = p.events("job_finished", state=ended, error=error, seconds=seconds)
+                    p.record.note(end)
+        except Unwritable as err:
+            log.warning("end_not_noted", error=str(err))
 
     async def _save_for_later(self) -> None:
         """Spare a resumed job the replay; the redo log has everything, so this may fail."""

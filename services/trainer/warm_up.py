@@ -100,6 +100,7 @@ async def warm_up(steps: StepTaker, *, source: PromptSource, pause_asked: asynci
 
 async def _step(steps: StepTaker, pairs: Sequence[EncodedPair], source: PromptSource) -> None:
     watch, progress = Stopwatch(), steps.parts.progress
+    progress.doing = f"training step {progress.step + 1}, supervised"
     with watch.part("pack"):
         batch = supervised_batch(
             pairs, source=source, step=progress.step + 1, policy_version=progress.policy_version

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,32 +21,46 @@ from shared.data.errors import DataError
 from shared.data.files import Record, records_of_file
 from shared.process import die_with_parent, exit_with
 
+COMMAND = [sys.executable, "-m", "shared.data.hub"]
 PROBE_S = 5.0
+POLL_S = 0.2  # how soon a download that nobody waits for any more ends
 
 
 @contextmanager
 def records_of_data_set(
-    dataset: str, *, split: str, max_rows: int | None, deadline_s: float
+    dataset: str,
+    *,
+    split: str,
+    max_rows: int | None,
+    deadline_s: float,
+    left: threading.Event,
 ) -> Iterator[tuple[str, Iterator[Record]]]:
     """Name and records of `owner/name` or `owner/name:configuration`; `DataError` says why not."""
     name = f"Hugging Face data set {dataset} ({split})"
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "rows.jsonl"
-        _download(name, [dataset, split, str(max_rows or 0), str(target)], deadline_s)
+        _download(name, [dataset, split, str(max_rows or 0), str(target)], deadline_s, left)
         with records_of_file(target, name=name) as (_, records):
             yield name, records
 
 
-def _download(name: str, arguments: list[str], deadline_s: float) -> None:
-    command = [sys.executable, "-m", "shared.data.hub", *arguments]
-    try:
-        done = subprocess.run(
-            command, timeout=deadline_s, capture_output=True, text=True, check=False
-        )
-    except subprocess.TimeoutExpired as err:
-        raise DataError(name, f"not downloaded within {deadline_s:.0f} s") from err
-    if done.returncode != 0:
-        last_words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+def _download(name: str, arguments: list[str], deadline_s: float, left: threading.Event) -> None:
+    ends_s = time.monotonic() + deadline_s
+    with subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as child:
+        complaint: str | None = None
+        while complaint is None:
+            try:
+                _, complaint = child.communicate(timeout=POLL_S)
+            except subprocess.TimeoutExpired:
+                late = time.monotonic() > ends_s
+                if late or left.is_set():
+                    child.kill()
+                    why = f"within {deadline_s:.0f} s" if late else "to the end: it was given up"
+                    raise DataError(name, f"not downloaded {why}") from None
+    if child.returncode != 0:
+        last_words = complaint.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
         raise DataError(name, last_words[0])
 
 

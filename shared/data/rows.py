@@ -4,6 +4,7 @@ All rows are read and checked at once, so a bad one is refused when a job is sub
 step 300. Order is the file's; `order.draw_order` says which row a draw takes.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,13 +31,20 @@ class Row:
     source: str
 
 
-def load_rows(source: DataSection, *, hub_deadline_s: float = HUB_DEADLINE_S) -> list[Row]:
-    """Every row of a data set, in its own order; blocks, so keep it off an event loop.
+def load_rows(
+    source: DataSection,
+    *,
+    hub_deadline_s: float = HUB_DEADLINE_S,
+    left: threading.Event | None = None,
+) -> list[Row]:
+    """Every row of a data set, in its own order; blocks, so keep it off an event loop. Setting
+    `left` breaks a download off.
 
     Raises `DataError`, naming file and line, for a missing file, an empty data set, malformed JSON,
     text that is not UTF-8 and a row without a problem or an answer.
     """
-    with _records(source, hub_deadline_s) as (name, records):
+    left = left or threading.Event()
+    with _records(source, hub_deadline_s, left) as (name, records):
         rows = list(_rows(name, islice(records, source.max_rows), source))
     if not rows:
         raise DataError(name, "the data set is empty")
@@ -44,7 +52,7 @@ def load_rows(source: DataSection, *, hub_deadline_s: float = HUB_DEADLINE_S) ->
 
 
 def _records(
-    source: DataSection, hub_deadline_s: float
+    source: DataSection, hub_deadline_s: float, left: threading.Event
 ) -> AbstractContextManager[tuple[str, Iterator[Record]]]:
     if source.path is not None:
         try:
@@ -53,7 +61,11 @@ def _records(
             raise DataError(source.path, "a variable in it is not set") from err
     assert source.dataset is not None  # DataSection has checked it
     return records_of_data_set(
-        source.dataset, split=source.split, max_rows=source.max_rows, deadline_s=hub_deadline_s
+        source.dataset,
+        split=source.split,
+        max_rows=source.max_rows,
+        deadline_s=hub_deadline_s,
+        left=left,
     )
 
 

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.conductor import Conductor
+from services.trainer.disk import Unwritable
 from services.trainer.pausing import JobPaused
 from services.trainer.ranks import RankSet
 from services.trainer.steps import EndState
@@ -67,6 +68,7 @@ def act_in(conductor: Conductor, phase: str, act: Callable[[], None]) -> None:
     holder, name = {
         "ranks' start": (parts.keeper, "_start_ranks"),
         "warm-up": (parts.keeper, "train"),
+        "first export": (parts.keeper, "export"),
         "preflight": (parts.preflight, "run"),
         "collecting": (parts.collector, "take"),
         "committing": (parts.publisher, "wait_served"),
@@ -97,7 +99,7 @@ async def left_in(world: World, phase: str, ended: EndState) -> None:
 
 
 @pytest.mark.parametrize("ended", ["paused", "cancelled"])
-@pytest.mark.parametrize("phase", ["ranks' start", "warm-up", "preflight"])
+@pytest.mark.parametrize("phase", ["ranks' start", "warm-up", "first export", "preflight"])
 async def test_a_job_is_left_before_its_first_group_and_resumed(
     redis: Redis, tmp_path: Path, phase: str, ended: EndState
 ) -> None:
@@ -111,8 +113,8 @@ async def test_a_job_is_left_before_its_first_group_and_resumed(
         await left_in(world, phase, ended)
         assert (await world.announced()).state == "finished"
         assert await redis.xlen(topology.prompts(JOB_ID)) == 0
-        made = {"ranks' start": 0, "warm-up": 1, "preflight": 2}[phase]
-        assert len(world.history) == (made if ended == "paused" or phase == "preflight" else 0)
+        made = {"ranks' start": 0, "warm-up": 1}.get(phase, 2)
+        assert len(world.history) == (made if ended == "paused" or made == 2 else 0)
         if ended == "paused":
             await run_to_end(world)
             steps = world.events("step")
@@ -230,3 +232,31 @@ async def paused_once_reached(conductor: Conductor, hanging: Hanging) -> None:
     with pytest.raises(JobPaused, match="paused on request"):
         await asyncio.wait_for(running, 5)
     await conductor.close("paused")
+
+
+@pytest.mark.parametrize(
+    ("point", "file"),
+    [("packed", "books"), ("trained", "books"), ("told", "books"), ("committed", "recording")],
+)
+async def test_a_full_disk_loses_nothing(
+    redis: Redis, tmp_path: Path, point: str, file: str
+) -> None:
+    """SQLite gets not a page more from there on; with space again the job goes on to its end."""
+    async with running_world(redis, tmp_path / "run", job=make_job(record=True)) as world:
+        conductor = world.conductor()
+        full = getattr(conductor.parts, file)
+
+        def fill(now: str) -> None:
+            if now == point:
+                (pages,) = full._db.execute("PRAGMA page_count").fetchone()
+                full._db.execute(f"PRAGMA max_page_count = {pages}")
+
+        conductor._on_point = fill
+        message = rf"{file}\.sqlite cannot be written: database or disk is full \([\d,]+ bytes are"
+        with pytest.raises(Unwritable, match=message):
+            await asyncio.wait_for(conductor.run(), 20)
+        await conductor.close("paused", saves=False)
+        await run_to_end(world)
+        assert [step["step"] for step in world.events("step")] == [1, 2, 3, 4]
+        check_books(world).close()
+        await check_streams_empty(redis)

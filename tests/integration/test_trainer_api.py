@@ -2,7 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
+import sqlite3
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +22,18 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.trainer.app import create_app, workers
+from services.trainer.books import Books
 from services.trainer.collector import Collector
 from services.trainer.conductor import Conductor
 from services.trainer.config import ConductorConfig, TrainerConfig
-from services.trainer.jobs.store import StoredJob
+from services.trainer.disk import Unwritable
+from services.trainer.jobs import runner
+from services.trainer.jobs.store import JobStore, StoredJob
 from services.trainer.keeper import RankKeeper, StartRanks, StepRefused
 from services.trainer.recording import RECORDING_FILE, Recording
 from services.trainer.steps import EndState
 from shared import topology
+from shared.data import hub
 from shared.messages import JobAnnounced
 from shared.parity.trace import Traced, TraceRequest
 from shared.registry import Replica, live_replicas, register
@@ -109,9 +117,11 @@ async def running(config: TrainerConfig, root: Path) -> AsyncIterator[Trainer]:
         tasks = [asyncio.create_task(worker(stop)) for worker in workers(app, config)]
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as http:
-            yield Trainer(app, http, root, refuse)
-        stop.set()
-        await asyncio.wait(tasks, timeout=10)
+            try:
+                yield Trainer(app, http, root, refuse)
+            finally:
+                stop.set()
+                await asyncio.wait(tasks, timeout=10)
         for task in tasks:
             if task.done():
                 task.result()
@@ -414,6 +424,105 @@ async def test_the_report_of_a_paused_job_says_so_when_it_is_cancelled(trainer: 
     page = (await trainer.http.get(f"/v1/jobs/{job_id}/report")).text
     assert "The job is cancelled" in page
     assert (await trainer.http.get(f"/v1/jobs/{job_id}/summary")).json()["state"] == "cancelled"
+
+
+@pytest.fixture
+def endless_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """From the second time on a data set is downloaded for ever; the file has the child's id."""
+    pid = tmp_path / "pid"
+    body = (
+        "import os, pathlib, sys, time\n"
+        f"pid = pathlib.Path({str(pid)!r})\n"
+        "if not (first := pid.with_name('first')).exists():\n"
+        "    first.touch()\n"
+        '    row = \'{"problem": "1+1=", "answer": "2"}\'\n'
+        "    pathlib.Path(sys.argv[-1]).write_text(row)\n"
+        "    sys.exit()\n"
+        "pid.write_text(str(os.getpid()))\n"
+        "time.sleep(120)\n"
+    )
+    (tmp_path / "hub.py").write_text(body)
+    monkeypatch.setattr(hub, "COMMAND", [sys.executable, str(tmp_path / "hub.py")])
+    return pid
+
+
+def number_in(path: Path) -> int | None:
+    return int(path.read_text() or "0") or None if path.exists() else None
+
+
+@pytest.mark.parametrize(
+    ("wish", "state"), [("pause", "paused"), ("cancel", "cancelled"), ("", "running")]
+)
+async def test_a_job_is_left_while_its_data_set_is_downloaded(
+    config: TrainerConfig, tmp_path: Path, endless_hub: Path, wish: str, state: str
+) -> None:
+    """On request, or since the trainer is stopped: at once, and the child is gone."""
+    async with running(config, tmp_path) as trainer:
+        job_id = await trainer.submit(data={"dataset": "owner/name"})
+        async with asyncio.timeout(10):
+            while (child := number_in(endless_hub)) is None:  # noqa: ASYNC110  another process's doing
+                await asyncio.sleep(0.02)
+        status = (await trainer.http.get(f"/v1/jobs/{job_id}")).json()
+        assert (status["state"], status["doing"]) == ("running", "reading data set owner/name")
+        if wish:
+            await trainer.http.post(f"/v1/jobs/{job_id}/{wish}")
+            status = await trainer.until_state(job_id, state)
+            assert (status["error"], status["doing"]) == (f"{state} on request", None)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    store = JobStore(config.runs_dir)
+    assert (store.get(job_id).state, store.get(job_id).attempts) == (state, 0)
+    store.close()
+
+
+@pytest.mark.parametrize("error", ["sqlite", "file"])
+async def test_a_job_that_meets_a_full_disk_pauses_once_that_can_be_stored(
+    config: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    """Nor does its queue, on the same disk, take anything at first; then the job goes on."""
+    ends: list[str] = []
+    end_job, note = JobStore.end, Books.note_event
+
+    def end_later(store: JobStore, job_id: str, *outcome: Any) -> None:
+        ends.append(job_id)
+        if len(ends) < 3:
+            raise Unwritable(config.runs_dir, OSError("full"))
+        end_job(store, job_id, *outcome)
+
+    def fail(books: Books, *event: Any) -> None:
+        if error == "file":
+            raise OSError(errno.ENOSPC, "No space left on device", str(books.path))
+        limited(books._db)
+        books.keep_note("large", "x" * 100_000)
+
+    monkeypatch.setattr(runner, "SPACE_POLL_S", 0.02)
+    monkeypatch.setattr(JobStore, "end", end_later)
+    monkeypatch.setattr(Books, "note_event", fail)
+    async with running(config, tmp_path) as trainer:
+        job_id = await trainer.submit()
+        status = await trainer.until_state(job_id, "paused")
+        path = config.runs_dir / job_id / "books.sqlite"
+        assert status["error"].startswith(f"{path} cannot be written: ")
+        assert "bytes are free there" in status["error"]
+        assert len(ends) == 3
+        monkeypatch.setattr(Books, "note_event", note)
+        await trainer.http.post(f"/v1/jobs/{job_id}/resume")
+        await until_started(config.runs_dir / job_id, times=1)
+        assert (await trainer.until_state(job_id, "running"))["error"] is None
+
+
+async def test_what_a_full_disk_cannot_take_is_answered_with_its_place(trainer: Trainer) -> None:
+    limited(trainer.app.state.store._db)
+    data = {"path": str(trainer.root / "rows.jsonl"), "prompt_template": "{problem}" + "x" * 50_000}
+    answer = await trainer.http.post("/v1/jobs", json=trainer.document(data=data))
+    assert answer.status_code == 507, answer.text
+    assert "jobs.sqlite cannot be written: database or disk is full (" in answer.json()["detail"]
+
+
+def limited(db: sqlite3.Connection) -> None:
+    """Not a page more, as if the disk were full."""
+    (pages,) = db.execute("PRAGMA page_count").fetchone()
+    db.execute(f"PRAGMA max_page_count = {pages}")
 
 
 @dataclass

@@ -16,7 +16,7 @@ LAST = {
 }
 
 
-def job_status(job: StoredJob, run_dir: Path) -> dict[str, Any]:
+def job_status(job: StoredJob, run_dir: Path, *, doing: str | None) -> dict[str, Any]:
     """The answer of `GET /v1/jobs/{id}`."""
     return {
         "job_id": job.job_id,
@@ -26,6 +26,7 @@ def job_status(job: StoredJob, run_dir: Path) -> dict[str, Any]:
         "created_at_s": job.created_at_s,
         "error": job.error,
         "wish": job.wish,
+        "doing": doing if job.state == "running" else None,
         "warnings": job.job.warnings,
         **_progress(run_dir / BOOKS_FILE),
     }

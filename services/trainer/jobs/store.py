@@ -18,6 +18,7 @@ from typing import Literal
 import structlog
 from pydantic import ValidationError
 
+from services.trainer.disk import writing
 from shared.errors import TandemError
 from shared.job import Job
 from shared.telemetry import now_s
@@ -75,10 +76,12 @@ class JobStore:
         folder = queue_dir or runs_dir
         folder.mkdir(parents=True, exist_ok=True)
         self._runs_dir = runs_dir
-        self._db = sqlite3.connect(folder / STORE_FILE, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
+        self._path = folder / STORE_FILE
+        self._db = sqlite3.connect(self._path, isolation_level=None)
+        with writing(self._path):
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
         self._fail_unreadable()
 
     def close(self) -> None:
@@ -135,7 +138,7 @@ class JobStore:
 
     def begin(self, job_id: str) -> StoredJob:
         """Take a job up, once more if it was running already."""
-        self._db.execute(
+        self._write(
             "UPDATE jobs SET state = 'running', attempts = attempts + 1, error = NULL"
             " WHERE job_id = ?",
             (job_id,),
@@ -144,17 +147,15 @@ class JobStore:
 
     def note_progress(self, job_id: str) -> None:
         """The job made a step: earlier deaths of the process are forgiven."""
-        self._db.execute("UPDATE jobs SET attempts = 1 WHERE job_id = ?", (job_id,))
+        self._write("UPDATE jobs SET attempts = 1 WHERE job_id = ?", (job_id,))
 
     def give_back(self, job_id: str) -> None:
         """The process was asked to stop while it ran the job, which is no death."""
-        self._db.execute(
-            "UPDATE jobs SET attempts = MAX(attempts - 1, 0) WHERE job_id = ?", (job_id,)
-        )
+        self._write("UPDATE jobs SET attempts = MAX(attempts - 1, 0) WHERE job_id = ?", (job_id,))
 
     def end(self, job_id: str, state: JobState, error: str | None = None) -> None:
         """A pause that a wish to cancel has overtaken is none."""
-        self._db.execute(
+        self._write(
             "UPDATE jobs SET state = CASE WHEN ? = 'paused' AND wish = 'cancel' THEN 'cancelled'"
             " ELSE ? END, error = ?, wish = NULL, attempts = 0 WHERE job_id = ?",
             (state, state, error, job_id),
@@ -239,16 +240,21 @@ class JobStore:
             if isinstance(job := _read(document), Job)
         ]
 
+    def _write(self, statement: str, values: tuple[object, ...]) -> None:
+        with writing(self._path):
+            self._db.execute(statement, values)
+
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
+        with writing(self._path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
 
 
 def _digest(job: Job) -> str:
