@@ -145,6 +145,9 @@ def speed_job(folder: Path, document: Mapping[str, Any], load: Load) -> Job:
         "actor": {"dtype": "bfloat16", "quantisation": "none", "max_tokens_per_gpu": 16384},
         "bounds": {"max_mean_abs_delta_logprob": 10.0},
         "sampling": {"context_length": load.length, "max_response_tokens": load.length - PROMPT},
+        # Steps alone are measured: nothing is scored between them as servers would.
+        "preflight": {"enabled": False},
+        "update": {"probe_sequences": 0},
     }
     for part in (base, document):
         for section, fields in part.items():
