@@ -42,6 +42,7 @@ class FakeTrainer:
     keys: list[str | None] = field(default_factory=list)
     asked_after: list[int] = field(default_factory=list)
     rolled_back_to: int | None = None
+    doing: str | None = None
 
     def kept(self) -> dict[str, Any]:
         """Two versions; a server follows at once."""
@@ -90,7 +91,7 @@ def fake_app(trainer: FakeTrainer) -> FastAPI:
     @app.post("/v1/jobs/{job_id}/{wish}")
     async def ask(job_id: str, wish: str) -> dict[str, Any]:
         if trainer.state == "running":
-            return trainer.status() | {"wish": wish}
+            return trainer.status() | {"wish": wish, "doing": trainer.doing}
         if trainer.state == "failed" and wish == "pause":
             raise HTTPException(409, f"{job_id} is failed; only a queued or running job can pause")
         trainer.state = {"cancel": "cancelled", "pause": "paused", "resume": "queued"}[wish]
@@ -252,8 +253,9 @@ def test_a_wish_says_what_was_asked_and_which_state_follows(
     trainer: FakeTrainer, wish: str, follows: str
 ) -> None:
     trainer.state = "running"
-    said = call(trainer, wish, JOB_ID).stdout
-    assert said.startswith(f"asked {JOB_ID} to {wish}: it is running, and {follows}")
+    for trainer.doing, now in ((None, "running"), ("training step 2", "training step 2")):
+        said = call(trainer, wish, JOB_ID).stdout
+        assert said.startswith(f"asked {JOB_ID} to {wish}: it is {now}, and {follows}")
     assert json.loads(call(trainer, wish, JOB_ID, "--json").stdout)["wish"] == wish
 
 
