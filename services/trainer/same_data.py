@@ -20,7 +20,7 @@ from shared.job import Job, expand_path
 from shared.job_data import DataSection
 
 CHECKPOINT_SUFFIXES = (".json", ".safetensors", ".distcp", ".metadata")
-WHOLE_BYTES = 64 * 2**20  # up to here a file's digest is of all of it
+WHOLE_BYTES = 2**20  # up to here the digest of weights is of all of them
 SAMPLE_BYTES = 64 * 2**10
 NUM_SAMPLES = 8  # of a larger file: training moves every tensor
 
@@ -103,10 +103,10 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def _digest_of_file(path: Path) -> str:
-    """Of a large one samples are read, evenly spread from its first to its last bytes."""
+    """Of all of it, or for many weights of samples, evenly spread from first to last byte."""
     size, digest = path.stat().st_size, xxhash.xxh3_128()
     with path.open("rb") as file:
-        if size <= WHOLE_BYTES:
+        if path.suffix == ".json" or size <= WHOLE_BYTES:
             digest.update(file.read())
             return f"{size} bytes, xxh3 {digest.hexdigest()}"
         for place in range(NUM_SAMPLES):
