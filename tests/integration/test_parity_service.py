@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from shared.errors import HttpFailed
 from shared.http import HttpClient
 from shared.messages import JobAnnounced
 from shared.process import free_port
-from shared.registry import Replica, register
+from shared.registry import Replica, keep_registered, register
 from shared.streams import announce
 from tests.served import served
 
@@ -85,6 +85,15 @@ class Stage:
     evaluator: str
     trainer: str
     rollout: str
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    registering: asyncio.Task[None] | None = None
+    """A command may take longer to start than a replica's lease lasts."""
+
+    @property
+    def replica(self) -> Replica:
+        return Replica(
+            service="rollout", name="r", url=self.rollout, pid=1, job_id="j", policy_version=4
+        )
 
     async def announce_job(self) -> None:
         job = {
@@ -103,10 +112,10 @@ class Stage:
         message = JobAnnounced(job_id="j", state="active", trainer_url=self.trainer, job=job)
         changes, current = topology.JOB_CHANGES, topology.JOB_CURRENT
         await announce(self.redis, changes, message.pack(), current_key=current)
-        replica = Replica(
-            service="rollout", name="r", url=self.rollout, pid=1, job_id="j", policy_version=4
+        await register(self.redis, self.replica)
+        self.registering = asyncio.create_task(
+            keep_registered(self.redis, lambda: self.replica, self.stop)
         )
-        await register(self.redis, replica)
 
     async def result(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST, then GET until it has ended."""
@@ -131,12 +140,13 @@ async def stage(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[S
     async with contextlib.AsyncExitStack() as stack:
         for app, port in zip(apps, ports, strict=True):
             await stack.enter_async_context(served(app, port=port))
-        stop = asyncio.Event()
-        tasks = [asyncio.create_task(worker(stop)) for worker in workers(evaluator, config)]
+        stage = Stage(fake, redis, *urls)
+        tasks = [asyncio.create_task(worker(stage.stop)) for worker in workers(evaluator, config)]
         try:
-            yield Stage(fake, redis, *urls)
+            yield stage
         finally:
-            stop.set()
+            stage.stop.set()
+            tasks += [stage.registering] if stage.registering else []
             for task in tasks:
                 await asyncio.wait_for(task, 10)
 
@@ -172,12 +182,14 @@ async def test_services_may_be_named_without_a_job(stage: Stage) -> None:
     status = await stage.result(named | {"sequences": [[1, 2, 3], [4, 5]]})
     assert status["report"]["figures"]["num_tokens"] == 3
     assert not status["report"]["sampled_by_ours"]
-    stage.fake.policy_version = 9
-    failed = await stage.result(
-        named | {"sequences": [[1, 2]], "policy_version": 4, "deadline_s": 0.4}
-    )
+    wanted = named | {"sequences": [[1, 2]], "policy_version": 4}
+    stage.fake.policy_version = 3  # it may come
+    failed = await stage.result(wanted | {"deadline_s": 0.4})
     assert failed["state"] == "failed"
-    assert "version 9 is held" in failed["error"]
+    assert "version 3 is held" in failed["error"]
+    stage.fake.policy_version = 9  # it is gone
+    failed = await stage.result(wanted | {"deadline_s": 600})
+    assert failed["error"] == "the sampler serves version 9 already, not 4"
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,8 @@ class _Asking:
     async def score_both(self, tokens: list[list[int]]) -> _ScoredBoth:
         """The trainer names the version; the sampler is asked for it once it serves it."""
         plan = self._plan
+        if plan.policy_version is not None:
+            await self._served()
         version, theirs = await self._score(
             plan.trainer_url, "trainer", tokens, plan.policy_version
         )
@@ -246,6 +248,9 @@ class _Asking:
             raise _OtherVersion("the sampler has no weights yet")
         if type(version) is not int:
             raise ParityFailed(f"the sampler says that it serves version {version!r}: no number")
+        if self._plan.policy_version is not None and version > self._plan.policy_version:
+            asked = self._plan.policy_version  # which does not come back
+            raise ParityFailed(f"the sampler serves version {version} already, not {asked}")
         return version
 
     async def _score(
@@ -269,6 +274,7 @@ class _Asking:
     async def trace_trainer(self, request: TraceRequest) -> Traced:
         """Of the plan's version, or of the one that the trainer holds now."""
         if request.policy_version is None and self._plan.policy_version is not None:
+            await self._served()  # or the version is gone
             version = {"policy_version": self._plan.policy_version}
             request = request.model_copy(update=version)
         return await self._trace(self._plan.trainer_url, "trainer", request)

@@ -205,8 +205,10 @@ async def _architecture(job: Job | None) -> Architecture | None:
 def _margin(request: ParityRequest, job: Job | None) -> Margin | None:
     if not request.walk:
         return None
-    margin = MARGINS["float32" if job is None else job.actor.dtype]
-    return margin if request.tolerance is None else replace(margin, tolerance=request.tolerance)
+    margin, asked = MARGINS["float32" if job is None else job.actor.dtype], request.tolerance
+    if asked is None:
+        return margin
+    return replace(margin, tolerance=asked, coarse=max(margin.coarse, asked), finer={})
 
 
 async def _prompts(

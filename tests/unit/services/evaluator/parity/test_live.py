@@ -155,6 +155,27 @@ async def test_samples_of_two_versions_are_not_used() -> None:
     assert run.policy_version == 3
 
 
+async def test_version_that_is_gone_is_not_waited_for() -> None:
+    """Of prompts and of given tokens; also when it goes before inner states were asked for."""
+    services = Services()
+    for asked in ({}, {"prompts": (), "sequences": [[5, 6]]}):
+        async with services.client() as http:
+            with pytest.raises(ParityFailed, match="serves version 3 already, not 2"):
+                await run_live(http, plan(policy_version=2, within_s=600, **asked))
+
+    def moves_on(host: str, body: dict[str, Any]) -> tuple[int, Any]:
+        answer = services._usual(host, body)
+        services.sampler_version = services.trainer_version = 4
+        return answer
+
+    services.changes["rollout", "/v1/score"] = moves_on
+    async with services.client() as http:
+        run = await run_live(http, plan(policy_version=3, arch=SMALL, within_s=600))
+    assert run.policy_version == 3
+    assert run.sequences[0].ours.tolist() == [-0.07, -0.08, -0.09]
+    assert "serves version 4 already, not 3" in run.notes[-1]
+
+
 async def test_deadline_names_what_was_in_the_way() -> None:
     services = Services()
     services.trainer_version = 9
