@@ -48,7 +48,7 @@ _BF16_FINER = {
     ".merge": (0.05, 0.2),
 }
 MARGINS = {
-    "float32": Margin(1e-4, 0.1, 0.03, 0.05),
+    "float32": Margin(1e-4, 0.03, 0.03, 0.05),
     "bfloat16": Margin(0.1, 0.3, 0.03, 0.2, _BF16_FINER),
 }
 """By the trainer's dtype, within one block that is given equal streams."""

@@ -6,6 +6,7 @@ prints what came nearest to a departure.
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,29 @@ PROBLEMS = [
     json.loads(line)["problem"]
     for line in Path("assets/arithmetic/train.jsonl").read_text().splitlines()
 ]
-SHAPES = {"ALIGNED": ALIGNED, "DEMO": DEMO, "SMALL": SMALL}
+SHAPES = {
+    "ALIGNED": ALIGNED,
+    "DEMO": DEMO,
+    "SMALL": SMALL,
+    "deep": replace(SMALL, num_hidden_layers=10, compress_ratios=(0, 0, *(4, 128) * 4)),
+    "wide": replace(
+        ALIGNED,
+        hidden_size=512,
+        num_attention_heads=8,
+        head_dim=128,
+        num_nextn_predict_layers=0,
+        compress_ratios=(0, 4, 128, 4),
+    ),
+    "other ratios": replace(
+        SMALL,
+        compress_ratios=(32, 4, 16, 4, 64),
+        sliding_window=4,
+        hc_mult=2,
+        n_routed_experts=32,
+        num_experts_per_tok=6,
+        num_hash_layers=1,
+    ),
+}
 KNOWN = {"float32": (121, 120), "bfloat16": (3, 4)}
 """Seeds of ALIGNED at which one flipped key, or the number of tokens that select, once was taken
 for a mistake."""

@@ -15,8 +15,10 @@ from shared.parity import live_walk
 from shared.parity.judge import MARGINS
 from shared.parity.live_walk import walk_sides
 from shared.parity.trace import TraceRequest
+from tests.parity import format_mutations as formats
 from tests.parity.conftest import Findings
 from tests.parity.engines import Case, stored
+from tests.parity.format_mutations import FORMAT_MUTATIONS
 from tests.parity.live_sides import SamplerSide, TrainerSide, job_of
 from tests.parity.mutations import MUTATIONS
 from tests.tiny_deepseek_v4 import SMALL, random_tokens, random_weights
@@ -176,3 +178,59 @@ async def test_planted_mistake_is_named(
     sizes = {"walk": max(point.size for point in found.result.points)}
     findings.add(mistake, "live", sizes, found.result.verdict)
     assert found.result.suspects == [mutation.at], found.result.verdict
+
+
+# ------------------------------------------------------------------ number formats
+
+
+@pytest.fixture(scope="module")
+def format_trainers(
+    tmp_path_factory: pytest.TempPathFactory, megatron: None
+) -> dict[str, TrainerSide]:
+    release = tmp_path_factory.mktemp("policy") / "release"
+    write_release(release, formats.ARCH, formats.values())
+    return {dtype: TrainerSide(Actor(job_of(release, dtype=dtype))) for dtype in MARGINS}
+
+
+FINER_THAN_FLIPS = {"linear input in groups of 64", "keys in groups of 128"}
+"""They move what is 2^-14 of its neighbours, less than a code that flips moves a row: named in
+float64 and on equal inputs alone."""
+FORMATS_SEEN = [name for name in FORMAT_MUTATIONS if name not in FINER_THAN_FLIPS]
+NORMED_AWAY = {"E8M0 read as a number": "layer 0 · attention output projection"}
+"""Every scale wrong by one factor: norms take it out of queries and keys, but for their epsilon."""
+FINER_THAN_BF16_FORMATS = {"indexer in groups of 64"}
+
+
+@pytest.mark.parametrize("dtype", list(MARGINS))
+@pytest.mark.parametrize("mistake", FORMATS_SEEN)
+async def test_wrong_format_in_a_served_sampler_is_named(
+    mistake: str, dtype: str, format_trainers: dict[str, TrainerSide], findings: Findings
+) -> None:
+    mutation, margin = FORMAT_MUTATIONS[mistake], MARGINS[dtype]
+    asked, tokens = format_trainers[dtype], formats.TOKENS[0].numpy()
+    with mutation.planted(mutation.in_sampler):
+        sampler = SamplerSide.of(formats.ARCH, formats.values())
+        if not mutation.is_of_writer:  # the trainer writes what it publishes by the same code
+            found = await walk_sides(asked, sampler, formats.ARCH, tokens, margin=margin)
+    if mutation.is_of_writer:
+        found = await walk_sides(asked, sampler, formats.ARCH, tokens, margin=margin)
+    sizes = {"walk": max(point.size for point in found.result.points)}
+    findings.add(mistake, f"live, {dtype}", sizes, found.result.verdict)
+    if dtype == "bfloat16" and mistake in FINER_THAN_BF16_FORMATS:
+        assert found.result.first is None, "it could be named: say so"
+        return
+    at = NORMED_AWAY.get(mistake, mutation.at)
+    assert found.result.suspects == [at], found.result.verdict
+
+
+async def test_sink_in_bf16_is_named_in_a_window_that_drowns_it(tmp_path: Path) -> None:
+    """Of 128 keys: it moves fewer than a tenth of the rows by more than a flipped code may."""
+    arch = replace(ARCH, sliding_window=128, index_topk=12, num_attention_heads=8, o_groups=4)
+    weights, mutation = random_weights(arch, seed=1), MUTATIONS["sink in BF16"]
+    tokens = random_tokens(arch, rows=1, length=300, seed=1)[0].numpy()
+    write_release(tmp_path / "release", arch, weights)
+    trainer = TrainerSide(Actor(job_of(tmp_path / "release")))
+    with mutation.planted("sampler", Case(arch, weights, Tensor(), Tensor())) as (_, wrong):
+        sampler = SamplerSide.of(arch, wrong)
+    found = await walk_sides(trainer, sampler, arch, tokens, margin=MARGINS["float32"])
+    assert found.result.suspects == ["layer 2 · attention core"], found.result.verdict
