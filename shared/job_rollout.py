@@ -26,7 +26,8 @@ class UpdateSection(Section):
     deadline_s: float = Field(120.0, gt=0)
     """A server that has not committed by then is quarantined until it has caught up."""
     probe_sequences: int = Field(4, ge=0)
-    """Fixed prompts scored after each restore and compared with the trainer; 0 skips the probe."""
+    """Fixed prompts scored after each restore and compared with the trainer, which rounds for them
+    as its servers do; 0 skips the probe."""
     probe_max_mean_abs_delta: float = Field(0.5, gt=0)
     keep_versions: int = Field(50, ge=1)
     """Versions that can be served again (`weights rollback`), stored as changes where possible."""
