@@ -29,7 +29,9 @@ JOB_FILE = "job.json"  # of a run folder: the job, every default written out
 
 class CheckpointSection(Section):
     every_steps: int = Field(10, gt=0)
+    """Steps between checkpoints."""
     keep_last: int = Field(2, gt=0)
+    """The newest ones are kept."""
     keep_every: int | None = Field(None, gt=0)
     """Checkpoints of steps that are multiples of this are kept for good."""
     background: bool = True
@@ -38,8 +40,11 @@ class CheckpointSection(Section):
 
 class Job(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
+    """The job's id begins with it."""
     seed: int = Field(0, ge=0, lt=2**63)
+    """Of the order of prompts, and of sampling."""
     steps: int = Field(gt=0)
+    """Optimiser steps in all."""
     mode: Literal["train", "rollout_only", "train_only"] = "train"
     """rollout_only samples, grades and records with the first weights; a step is then so many
     groups. train_only trains the steps of a recording, without samplers."""
@@ -54,20 +59,35 @@ class Job(Section):
     recording: str | None = None
     """Run folder with a recording; train_only needs it."""
     model: ModelSection
+    """The checkpoints that it begins with."""
     data: DataSection
+    """Where prompts come from."""
     sampling: SamplingSection
+    """Groups, and how their completions are drawn."""
     algorithm: AlgorithmSection = AlgorithmSection()
+    """From rewards to a loss."""
     actor: ActorSection = ActorSection()
+    """How the policy is trained, and spread over ranks."""
     rollout: RolloutSection = RolloutSection()
+    """The samplers' engine."""
     update: UpdateSection = UpdateSection()
+    """How new weights come to the samplers."""
     reward: RewardSection = RewardSection()
+    """How completions are graded."""
     eval: EvalSection | None = None
+    """Held-out problems; None: no evaluation."""
     checkpoint: CheckpointSection = CheckpointSection()
+    """When the training state is saved, and what is kept."""
     bounds: BoundsSection = BoundsSection()
+    """When the job is paused."""
     preflight: PreflightSection = PreflightSection()
+    """What is proved before the first step."""
     attribution: AttributionSection = AttributionSection()
+    """Where the difference between sampler and trainer comes from."""
     cluster: ClusterSection = ClusterSection()
+    """Machines and ranks."""
     tracking: TrackingSection = TrackingSection()
+    """TensorBoard and Weights & Biases."""
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:

@@ -16,15 +16,19 @@ class ParallelSection(Section):
     """Sizes of the groups of ranks; their data-parallel size follows from `cluster`."""
 
     tensor: int = Field(1, ge=1, le=64)
+    """Ranks that share each dense layer."""
     pipeline: int = Field(1, ge=1, le=64)
+    """Stages that the layers are split into."""
     context: int = Field(1, ge=1, le=64)
+    """Ranks that share each sequence."""
     expert: int = Field(1, ge=1, le=1024)
     """Ranks of a pipeline stage over which the routed experts are spread."""
     expert_tensor: int = Field(1, ge=1, le=64)
     """Ranks over which each single expert is spread."""
     first_stage_layers: int | None = Field(None, ge=1)
+    """Layers of the first pipeline stage."""
     last_stage_layers: int | None = Field(None, ge=1)
-    """Layers of the first and the last pipeline stage; the others share what is left equally."""
+    """Layers of the last one; those between share what is left equally."""
 
 
 class RecomputeSection(Section):
@@ -56,11 +60,17 @@ class KernelsSection(Section):
     """Which implementation computes each part; recorded with the run, unknown mixes are refused."""
 
     mhc_pre: Kernel = "torch"
+    """Mixing of the residual streams before a sub-layer."""
     mhc_post: Kernel = "torch"
+    """Mixing of the residual streams after it."""
     attention: Kernel = "torch"
+    """Attention over the chosen and the nearest entries."""
     indexer: Kernel = "torch"
+    """Scores by which sparse attention chooses its entries."""
     experts: Kernel = "torch"
+    """The routed experts' products."""
     router: Kernel = "torch"
+    """The choice of experts."""
     linear: Literal["torch", "transformer_engine"] = "torch"
     """The products of `actor.precision`: in FP8, `torch` emulates them on any device and
     `transformer_engine` has them computed by the GPU. It needs that package."""
@@ -86,22 +96,31 @@ class EnvironmentSection(Section):
     NCCL_SOCKET_IFNAME: SiteValue | None = None
     """Network interface of NCCL's or RCCL's bootstrap and socket transport."""
     GLOO_SOCKET_IFNAME: SiteValue | None = None
+    """Interface of Gloo."""
     TP_SOCKET_IFNAME: SiteValue | None = None
     """Interface of TensorPipe."""
     NCCL_IB_HCA: SiteValue | None = None
     """InfiniBand or RoCE adapters, as NCCL spells them."""
     NCCL_IB_GID_INDEX: int | None = Field(None, ge=0, le=255)
+    """Entry of the adapter's table of addresses (RoCE)."""
     NCCL_IB_TIMEOUT: int | None = Field(None, ge=1, le=22)
+    """InfiniBand's own timeout, as an exponent: 4.096 us x 2^value."""
     NCCL_IB_DISABLE: Literal[0, 1] | None = None
+    """1: sockets even where there is InfiniBand."""
     NCCL_P2P_NET_CHUNKSIZE: int | None = Field(None, ge=4096)
+    """Bytes that one message between two ranks is cut into."""
     NCCL_NVLS_ENABLE: Literal[0, 1, 2] | None = None
+    """0: no NVLink multicast; 1: required; 2: where there is any."""
     NCCL_ALGO: SiteValue | None = None
     """A fixed algorithm, with NCCL_PROTO, makes NCCL's sums repeatable."""
     NCCL_PROTO: SiteValue | None = None
+    """A fixed protocol."""
     NCCL_DEBUG: Literal["VERSION", "WARN", "INFO"] | None = None
+    """What NCCL writes to the ranks' log."""
     GPU_MAX_HW_QUEUES: int | None = Field(None, ge=1, le=64)
     """Hardware queues per device under ROCm."""
     CUDA_DEVICE_MAX_CONNECTIONS: int | None = Field(None, ge=1, le=32)
+    """Hardware queues between host and GPU; 1 keeps launches in order."""
     CUBLAS_WORKSPACE_CONFIG: Literal[":4096:8", ":16:8"] | None = None
     """Makes cuBLAS repeatable."""
 
@@ -119,10 +138,13 @@ class WatchdogSection(Section):
     collective_timeout_s: float = Field(900.0, gt=0)
     """Longest wait of one collective in a rank itself."""
     dump_on_timeout: bool = True
+    """Write the flight recorder when a collective times out."""
     trace_buffer_size: int = Field(20_000, ge=0)
     """Collectives that the flight recorder remembers, under its older name."""
     flight_recorder_buffer_size: int = Field(20_000, ge=0)
+    """Collectives that it remembers."""
     desync_debug: bool = True
+    """Have ranks say which collective each was in."""
     async_error_handling: Literal[0, 1, 2, 3] = 1
     """1: a failed collective ends its process."""
     trace_file: str = Field("watchdog/nccl_trace_rank_", pattern=r"^[A-Za-z0-9_/-]+$")
@@ -142,13 +164,21 @@ class WatchdogSection(Section):
 
 class OptimizerSection(Section):
     learning_rate: float = Field(1e-6, gt=0)
+    """Constant after the warm-up."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled, as AdamW has it."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the gradients' mean."""
     beta2: float = Field(0.98, ge=0, lt=1)
+    """Decay of their squares' mean."""
     eps: float = Field(1e-8, gt=0)
+    """Added to the root of the squares' mean."""
     clip_grad: float = Field(1.0, gt=0)
+    """Largest norm of all gradients together."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0."""
     offload: OffloadSection = OffloadSection()
+    """What of its state is kept in host memory."""
 
 
 class ReplaySection(Section):
@@ -164,6 +194,7 @@ class ReplaySection(Section):
 
 class ActorSection(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights and activations; masters and moments are FP32."""
     max_tokens_per_gpu: int = Field(8192, gt=0)
     """Token budget of one micro-batch on each rank, padding included. With what the context ranks
     share, also the longest sample: prompts that could grow beyond it are skipped and counted."""
@@ -187,11 +218,17 @@ class ActorSection(Section):
     num_threads: int = Field(1, gt=0)
     """CPU threads of each rank."""
     optimizer: OptimizerSection = OptimizerSection()
+    """AdamW."""
     parallel: ParallelSection = ParallelSection()
+    """How the model is spread over ranks."""
     recompute: RecomputeSection = RecomputeSection()
+    """Which activations are computed again instead of kept."""
     kernels: KernelsSection = KernelsSection()
+    """Which implementation computes each part."""
     env: EnvironmentSection = EnvironmentSection()
+    """Environment variables of the ranks."""
     watchdog: WatchdogSection = WatchdogSection()
+    """When ranks count as stalled."""
     deterministic: bool = False
     """Refuse operations on a GPU whose sums depend on the order of threads."""
 

@@ -58,7 +58,9 @@ class CorrectionSection(Section):
     level: Literal["token", "sequence", "geometric"] = "token"
     """Whose ratio: each token's, the product over its response, or the product's R-th root."""
     low: float = Field(0.0, ge=0, le=1)
+    """Smallest ratio that is trusted; 0: none is too small."""
     high: float = Field(2.0, ge=1)
+    """Largest ratio that is trusted."""
     veto: float | None = Field(None, gt=0, lt=1)
     """A response with a token whose ratio is below this is not trained on (1e-4 is usual)."""
 
@@ -87,7 +89,10 @@ class KlSection(Section):
     coefficient: float = Field(0.0, ge=0)
     """0: no reference policy is kept; else one copy of each rank's weights in host memory."""
     estimator: KlEstimator = "k3"
+    """Of the divergence, from one sample: k1, k2 or k3 (Schulman, "Approximating KL Divergence",
+    2020), or k3 with the ratio that makes its gradient unbiased."""
     place: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or taken off each token's reward."""
 
     @model_validator(mode="after")
     def _is_known(self) -> Self:
@@ -110,6 +115,7 @@ class AlgorithmSection(Section):
     """token_ratio: clipped per token. sequence_ratio: clipped per response (GSPO). clipped_weight:
     the ratio is a weight without gradient (CISPO). reinforce: no ratio."""
     clip_low: float = Field(0.2, gt=0, le=1)
+    """How far below 1 a ratio is trusted."""
     clip_high: float = Field(0.2, gt=0)
     """Trusted ratios are [1 - clip_low, 1 + clip_high]."""
     baseline: Baseline = "group_mean"
@@ -119,14 +125,18 @@ class AlgorithmSection(Section):
     aggregation: Aggregation = "sequence_mean"
     """fixed_length divides by samples x sampling.max_response_tokens (Dr.GRPO)."""
     correction: CorrectionSection = CorrectionSection()
+    """What is done about tokens that the sampler drew with other probabilities."""
     proximal: Literal["actor", "sampler"] = "actor"
     """Whose log-probabilities the ratio is against: the actor's own at the start of the step, or
     the recorded ones, which spares the correction and a pass."""
     kl: KlSection = KlSection()
+    """The distance to the reference policy."""
     entropy_bonus: float = Field(0.0, ge=0)
+    """Weight of the policy's mean entropy, which is added to what is maximised."""
     truncated: Literal["train", "leave_out"] = "train"
     """leave_out: a truncated response counts in its group's baseline and is not trained on."""
     updates_per_batch: int = Field(1, gt=0, le=16)
+    """Optimiser steps on the groups of one step, each on its share of them."""
     max_bad_logprob_share: float = Field(0.05, ge=0, le=1)
     """A group with more unusable sampler log-probabilities (NaN, infinite, positive) than this is
     dropped when it arrives, and a step that has more all the same is refused."""

@@ -13,6 +13,7 @@ class RendezvousSection(Section):
     host: SiteValue | None = None
     """Address of the conductor's node as the other nodes see it; one node needs none."""
     port: int = Field(29400, ge=1024, le=65535)
+    """Of torchrun's rendezvous, on `host`."""
     timeout_s: float = Field(600.0, gt=0)
     """Longest wait for all nodes."""
 
@@ -21,12 +22,15 @@ class ClusterSection(Section):
     """One node, with one rank, unless it says otherwise."""
 
     nodes: int = Field(1, ge=1, le=1024)
+    """Machines in all: `actor_nodes` and `rollout_nodes`."""
     actor_nodes: int = Field(1, ge=1, le=1024)
+    """Machines that ranks run on."""
     rollout_nodes: int = Field(0, ge=0, le=1024)
     """0: samplers run on the actor's nodes, too."""
     gpus_per_node: int = Field(1, ge=1, le=64)
     """Ranks on each actor node; each takes one GPU where there are any."""
     rendezvous: RendezvousSection = RendezvousSection()
+    """Where ranks of several nodes meet."""
 
     @property
     def num_ranks(self) -> int:
@@ -51,12 +55,17 @@ class SGLangKernelsSection(Section):
     """`deep_gemm` only for servers that keep no copies of the mixing matrices (0.5.17): later ones
     refuse updates with it."""
     mhc_pre: Literal["auto", "tilelang", "torch"] = "auto"
+    """Mixing of the residual streams before a sub-layer."""
     mhc_post: Literal["auto", "tilelang", "torch"] = "auto"
+    """Mixing of the residual streams after it."""
     attention: Literal["auto", "flashmla", "aiter_sparse", "tilelang", "triton", "torch"] = "auto"
     """Sparse MLA decoding; `flashmla` on CUDA, the others on ROCm."""
     indexer: Literal["auto", "deep_gemm", "tilelang", "aiter"] = "auto"
+    """Scores by which sparse attention chooses its entries."""
     compressor: Literal["auto", "paged", "online"] = "auto"
+    """How the compressed entries of the KV cache are made."""
     hash_topk: Literal["auto", "fused", "plain"] = "auto"
+    """Choice of experts in the layers that route by a hash of the token."""
 
 
 class SGLangSection(Section):
@@ -69,10 +78,12 @@ class SGLangSection(Section):
     tensor_parallel: int = Field(1, ge=1, le=64)
     """GPUs of one server."""
     kernels: SGLangKernelsSection = SGLangKernelsSection()
+    """How the server computes each part."""
 
 
 class WandbSection(Section):
     project: str = "tandem"
+    """Where the run is listed."""
     entity: str | None = None
     """Account or team; None: the default one of the key."""
     mode: Literal["offline", "online"] = "offline"

@@ -17,6 +17,7 @@ class SuiteSection(Section):
     data: DataSection
     """Where the problems are."""
     samples_per_problem: int = Field(8, gt=0)
+    """Answers asked for each problem; pass@k needs k of them."""
     temperature: float = Field(1.0, gt=0)
     """Of sampling."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -51,6 +52,7 @@ class SuiteSection(Section):
 
 class EvalSection(SuiteSection):
     every_steps: int = Field(10, gt=0)
+    """Steps between evaluations; before the first and after the last step there is one anyway."""
     deadline_s: float = Field(600.0, gt=0)
     """Of one evaluation, all suites; a server is not kept from training for longer."""
     server: Literal["lease", "dedicated"] = "lease"

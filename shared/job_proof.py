@@ -10,6 +10,7 @@ class BoundsSection(Section):
     """A job beyond its bounds is paused instead of trained on a broken policy."""
 
     max_mean_abs_delta_logprob: float = Field(1.0, gt=0)
+    """Of one step, between sampler and trainer; a step above it pauses the job."""
     step_deadline_s: float = Field(1800.0, gt=0)
     """Longest wait for one step's groups; the error says which stage they are in."""
 
@@ -27,6 +28,7 @@ class PreflightSection(Section):
     """What a job proves before its first step; beyond these bounds it does not start."""
 
     enabled: bool = True
+    """Prove it at all."""
     deadline_s: float = Field(300.0, gt=0)
     """Longest wait for a server to serve the first version, and for the comparison with it."""
     max_mean_abs_delta_logprob: float = Field(0.05, gt=0)

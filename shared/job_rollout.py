@@ -10,6 +10,8 @@ from shared.section import Section
 
 class RolloutSection(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
+    """`embedded`: this project's own, a process of the service. `sglang`: an SGLang server that the
+    service starts or is given."""
     max_running_requests: int = Field(128, gt=0)
     """Completions decoded at the same time by one server."""
     quantise_activations: bool = True
@@ -17,18 +19,24 @@ class RolloutSection(Section):
     weights: Literal["quantised", "float32"] = "quantised"
     """float32 serves unquantised weights, to measure what quantisation costs."""
     num_threads: int = Field(1, gt=0)
+    """CPU threads of the embedded engine."""
     sglang: SGLangSection = SGLangSection()
+    """Arguments of an SGLang server."""
 
 
 class UpdateSection(Section):
     max_shard_bytes: int = Field(64 * 2**20, gt=0)
+    """Size of the pieces in which a version is published and checked."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """Of completions under way. in_place: they go on where they are. retract: they queue again and
+    go on from there. abort: they are ended and sampled anew."""
     deadline_s: float = Field(120.0, gt=0)
     """A server that has not committed by then is quarantined until it has caught up."""
     probe_sequences: int = Field(4, ge=0)
     """Fixed prompts scored after each restore and compared with the trainer, which rounds for them
     as its servers do; 0 skips the probe."""
     probe_max_mean_abs_delta: float = Field(0.5, gt=0)
+    """A server whose probe is further than this from the trainer restores the version before."""
     keep_versions: int = Field(50, ge=1)
     """Versions that can be served again (`weights rollback`), stored as changes where possible."""
     keep_bytes: int = Field(64 * 2**30, ge=0)

@@ -9,9 +9,11 @@ from shared.section import Section
 
 class SamplingSection(Section):
     groups_per_step: int = Field(16, gt=0)
+    """Prompts of one step; each becomes a group."""
     samples_per_prompt: int = Field(8, gt=0)
     """1 only for a baseline that needs no group, and without dynamic sampling."""
     temperature: float = Field(1.0, gt=0)
+    """Of sampling; the trainer scores at the same one."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Below 1, as with `top_k`, training is biased: see the job's warnings."""
     top_k: int = Field(0, ge=0, lt=2**31)
@@ -19,6 +21,7 @@ class SamplingSection(Section):
     context_length: int = Field(gt=0)
     """Prompt and response together; longer prompts are skipped and counted."""
     max_response_tokens: int = Field(gt=0)
+    """Longest completion; a longer one is cut off, and counts as truncated."""
     oversampling: float = Field(1.0, ge=1.0, le=8.0)
     """Groups in flight per step beyond those needed; the surplus is dropped and counted."""
     dynamic: bool = True

@@ -12,5 +12,6 @@ class WarmUpSection(Section):
     steps: int = Field(gt=0)
     """The first so many of the job's steps."""
     pairs_per_step: int = Field(16, gt=0)
+    """Prompt and answer pairs of one supervised step."""
     learning_rate: float | None = Field(None, gt=0)
     """Default: `actor.optimizer.learning_rate`."""

@@ -16,6 +16,7 @@ from services.trainer.jobs.runner import JobRunner
 from services.trainer.jobs.status import job_status
 from services.trainer.jobs.store import ENDED, JobStore, KeyReused, StoredJob, WrongState
 from services.trainer.jobs.submission import (
+    AsJob,
     Problem,
     Refused,
     allowed_roots,
@@ -177,7 +178,7 @@ def at_most(max_bytes: int) -> Any:
 async def submit(
     state: State,
     response: Response,
-    document: Annotated[dict[str, Any], Body()],
+    document: Annotated[dict[str, Any], AsJob(), Body()],
     idempotency_key: IdempotencyKey = None,
 ) -> Submitted:
     """Queue a job. Its files are checked before the answer, unless its key has queued it before."""

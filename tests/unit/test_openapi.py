@@ -47,6 +47,14 @@ def _fields(name: str, schema: dict[str, Any]) -> Iterator[str]:
             yield f"{name}.{field}"
 
 
+def test_a_submission_is_described_as_a_job() -> None:
+    document = APPS["trainer"]().openapi()
+    body = document["paths"]["/v1/jobs"]["post"]["requestBody"]["content"]["application/json"]
+    assert body["schema"] == {"$ref": "#/components/schemas/Job"}
+    sections = {name for name in document["components"]["schemas"] if name.endswith("Section")}
+    assert len(sections) >= 20
+
+
 @pytest.mark.parametrize("service", APPS)
 def test_every_field_is_described(service: str) -> None:
     assert list(undescribed(APPS[service]())) == []

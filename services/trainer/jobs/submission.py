@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core.core_schema import definition_reference_schema, definitions_schema
 from tokenizers import Tokenizer
 
 from services.trainer.jobs.abilities import lacking
@@ -54,6 +56,17 @@ class Refused(TandemError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(f"{one.key}: {one.message}" for one in problems))
         self.problems = list(problems)
+
+
+class AsJob:
+    """Has OpenAPI describe a document as a job; it is read by `read_document`, which knows more."""
+
+    def __get_pydantic_json_schema__(
+        self, _: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        name = f"{Job.__module__}.{Job.__qualname__}:0"  # a body of its own, not written out here
+        job = definition_reference_schema(name)
+        return handler(definitions_schema(job, [{**Job.__pydantic_core_schema__, "ref": name}]))
 
 
 def read_document(document: object) -> Job:
