@@ -19,6 +19,7 @@ from shared.config import Part
 from shared.errors import HttpFailed
 from shared.http import HttpClient
 from shared.messages import GraderError, Outcome
+from shared.refusals import fault
 
 log = structlog.get_logger()
 
@@ -75,8 +76,12 @@ class RemoteGrader:
                 self._open_until_s = time.monotonic() + self._config.deadline_s
             try:
                 outcomes = await self._ask(pairs)
-            except (HttpFailed, ValidationError, ValueError) as err:
+            except ValidationError as err:
+                return self._errors(pairs, self._failed(f"no list of outcomes: {fault(err)}"))
+            except (HttpFailed, ValueError) as err:
                 return self._errors(pairs, self._failed(str(err)))
+            except RecursionError:  # of the JSON reader
+                return self._errors(pairs, self._failed("gave JSON that is nested too deeply"))
             except TimeoutError:
                 within = f"gave no answer within {self._config.deadline_s:g} s"
                 return self._errors(pairs, self._failed(within))

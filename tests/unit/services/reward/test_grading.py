@@ -196,6 +196,18 @@ async def test_a_remote_answer_that_cannot_be_read_is_an_error(answer: dict[str,
     assert isinstance(outcome, GraderError)
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [("[" * 200_000, "nested too deeply"), ("<html>", "Expecting value"), ("null", "no list of")],
+)
+async def test_a_remote_answer_that_is_no_json_of_ours_is_an_error(body: str, reason: str) -> None:
+    headers = {"content-type": "application/json"}
+    server = FakeServer(lambda _: httpx.Response(200, content=body, headers=headers))
+    (outcome,) = await remote(server).grade([("1", "")])
+    assert isinstance(outcome, GraderError)
+    assert reason in outcome.reason
+
+
 async def test_a_remote_score_beyond_the_bound_costs_its_own_response_only() -> None:
     low, huge, high = await remote(FakeServer(right)).grade(
         [("-1e6", ""), ("1.7e308", ""), ("1", "")]
