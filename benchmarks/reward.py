@@ -262,11 +262,9 @@ async def _open_loop(
             asked.append(asyncio.create_task(_timed(pool, next(source), is_hostile=False)))
     normal = [result for result in await asyncio.gather(*asked) if result is not None]
     ms = sorted(seconds * 1e3 for seconds, _ in normal)
-    cuts = quantiles(ms, n=100)
+    p50_ms, p99_ms, max_ms = (round(x, 2) for x in (median(ms), quantiles(ms, n=100)[98], ms[-1]))
     unscored = sum(outcome.kind != "score" for _, outcome in normal)
-    return Latency(
-        what, rate, len(ms), *(round(x, 2) for x in (cuts[49], cuts[98], ms[-1])), unscored
-    )
+    return Latency(what, rate, len(ms), p50_ms, p99_ms, max_ms, unscored)
 
 
 async def _timed(
