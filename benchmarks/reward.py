@@ -316,7 +316,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--slow-workers", type=int, default=PoolConfig().slow_workers)
     parser.add_argument("--only", choices=["start", "throughput", "latency"])
     parser.add_argument(
-        "--rate", type=float, default=160.0, help="normal checks per second that arrive"
+        "--rate", type=float, default=80.0, help="normal checks per second that arrive"
     )
     parser.add_argument("--cases", type=Path, help="JSON lines with response and gold")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")

@@ -13,7 +13,8 @@ r"""Which part of a response is its answer. The rules, in order:
    nor is a box that the words before it deny ("not \boxed{5}").
 5. A label's answer ends with its line or sentence, and before what explains it (", since 6 fails",
    "(see above)") unless that hedges or, in parentheses, is an equation.
-6. Without a strict statement, the last "answer is ..." counts up to the end of its sentence.
+6. Without a strict statement, the last "answer is ..." counts up to the end of its sentence, a
+   formula there by itself unless "or" or another one follows.
 7. A response that is one line with nothing but a number or one formula is its own answer.
 
 Everything takes linear time, whatever the text.
@@ -74,6 +75,7 @@ _JOIN = re.compile(
     re.IGNORECASE,
 )
 _SEGMENT = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_ANOTHER = re.compile(r",?\s*(?:or\b|(?:and\b|[,/])\s*[-+$\\(\d])")  # answer behind a formula
 _BARE_NUMBER = re.compile(r"[-+−]?[$]?[\d.,/]{1,60}%?")
 
 _EMPHASIS = "*_ \t\r\n"
@@ -255,7 +257,7 @@ def _weak_answer(text: str) -> Answer:
     if found:
         rest = text[found[-1].end() :][:MAX_LABELLED_CHARS].lstrip()
         segment = _SEGMENT.match(rest)
-        if segment:
+        if segment and not _ANOTHER.match(rest, segment.end()):
             return Answer(next(group for group in segment.groups() if group), "prose")
         value = _CLAUSE_END.split(_SENTENCE_END.split(rest, maxsplit=1)[0], maxsplit=1)[0]
         value = value.strip(_EMPHASIS)

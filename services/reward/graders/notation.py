@@ -13,6 +13,7 @@ _UNICODE = {
     "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
     "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "θ": r"\theta ",
     "≈": r"\approx ",
+    "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
     "°": r"^\circ ", "º": r"^\circ ", "′": "'", "％": "%", "：": ":", "，": ",",
     "。": ".", "（": "(", "）": ")",
     "“": '"', "”": '"', "’": "'", "‘": "'", "…": r"\ldots ",
@@ -68,7 +69,11 @@ _REWRITES = [
             r"|\\text\s*\{\s*(?:approximately|about|roughly)\s*\})\s*",
             "",
         ),
-        (r"^([-+]?\d+)\s*\\pmod\s*(?:\{\s*\d+\s*\}|\d+)$", r"\1"),
+        (  # 73 \\pmod{1000}
+            r"^([-+]?\d+)\s*(?:\\pmod\s*(?:\{\s*\d+\s*\}|\d+)"
+            r"|\(\s*(?:\\?mod|\\bmod|\\text\s*\{\s*mod\s*\})\s*\d+\s*\))$",
+            r"\1",
+        ),
         (  # what runs through all integers: x = 2\\pi k, k \\in \\mathbb{Z}
             r"(?<=[^\s,;(])[\s,;(]+[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?Z\}?\s*\)?\s*\.?\s*$",
             "",
