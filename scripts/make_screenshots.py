@@ -97,7 +97,7 @@ async def _take_all(chromium: Browser, url: str) -> None:
     await page.locator("#fields input").first.wait_for()
     await page.locator('input[name="steps"]').fill("0")
     await page.locator("#submit").click()
-    await page.locator("#form-errors li").first.wait_for()
+    await page.locator('[id="error-steps"]:not(:empty)').wait_for()
     await _save(page, "job-form")
     job_id = await page.locator("#name").inner_text()
     page = await _page(chromium, f"{url}/samples#{job_id}", "light")
