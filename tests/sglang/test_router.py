@@ -17,6 +17,7 @@ import pytest_asyncio
 from services.rollout.engine.requests import EngineSpec
 from services.rollout.engine.sglang.dialects import dialect_of
 from services.rollout.engine.sglang.engine import SGLangEngine
+from services.rollout.engine.sglang.identity import Served
 from services.rollout.engine.sglang.router import RoutedClient
 from services.rollout.engine.sglang.server import Server, ServerFailed
 from services.rollout.engine.sglang.spec import ServerSpec, python_path
@@ -78,7 +79,8 @@ async def routed(
                 assert isinstance(client, RoutedClient)
         engine = SGLangEngine(engine_spec, server)
         dialect = dialect_of(await client.endpoints())
-        versions = Versions(engine, spec, folder=folder, dialect=dialect, transport=Disk())
+        served = Served(dialect)
+        versions = Versions(engine, spec, folder=folder, served=served, transport=Disk())
         try:
             yield Attached(fakes[0], engine, versions, folder)
         finally:
