@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.trainer.disk import writing
+from services.trainer.disk import opened, transaction
 from services.trainer.entries import (
     SCHEMA,
     BooksViolated,
@@ -49,11 +49,7 @@ class Books:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.RLock()
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        with writing(path):
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(SCHEMA)
+        self._db = opened(path, SCHEMA, check_same_thread=False)
         self._closed_step = 0  # the newest step whose groups are chosen
 
     def close(self) -> None:
@@ -359,16 +355,8 @@ class Books:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One transaction; an exception inside leaves the file as it was."""
-        with self._lock, writing(self.path):
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+        with self._lock, transaction(self._db, self.path):
+            yield
 
     def _count_rewards(self, group_id: str, rewards: Sequence[float]) -> None:
         """What a group's samples earned, once it has arrived, in the step being collected."""

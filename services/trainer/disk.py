@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from services.trainer.pausing import JobPaused
 
@@ -41,3 +42,28 @@ def writing(path: Path) -> Iterator[None]:
         if err.errno in _OF_THE_SYSTEM:
             raise Unwritable(Path(err.filename or path), err) from err
         raise
+
+
+def opened(path: Path, schema: str, *, synchronous: str = "FULL", **how: Any) -> sqlite3.Connection:
+    """An autocommitting connection with a write-ahead log, and the tables; `how` is to connect."""
+    db: sqlite3.Connection = sqlite3.connect(path, isolation_level=None, **how)
+    with writing(path):
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute(f"PRAGMA synchronous={synchronous}")
+        db.executescript(schema)
+    return db
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
+    """One write transaction of an autocommitting connection to `path`; an exception inside leaves
+    the file as it was."""
+    with writing(path):
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgpack
 
-from services.trainer.disk import writing
+from services.trainer.disk import opened, writing
 from shared.errors import Rejected, TandemError
 from shared.messages import ScoredGroup
 
@@ -59,11 +59,7 @@ class Recording:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        with writing(path):
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
+        self._db = opened(path, _SCHEMA, check_same_thread=False)
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Recording":

@@ -6,7 +6,6 @@ steps. It is a window, no record (that is `record = true`): a crash may cost the
 
 import json
 import math
-import sqlite3
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer
 
 from services.trainer.batches import KeptGroup
-from services.trainer.disk import writing
+from services.trainer.disk import opened, transaction
 from shared.messages import Outcome, TrainingBatch
 
 SAMPLES_FILE = "samples.sqlite"
@@ -90,13 +89,9 @@ class SampleShelf:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / SAMPLES_FILE
-        self._db = sqlite3.connect(
-            self._path, isolation_level=None, check_same_thread=False, timeout=10
+        self._db = opened(
+            self._path, _SCHEMA, synchronous="OFF", check_same_thread=False, timeout=10
         )
-        with writing(self._path):
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=OFF")
-            self._db.executescript(_SCHEMA)
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "SampleShelf | None":
@@ -118,11 +113,9 @@ class SampleShelf:
             )
             for one in samples
         ]
-        with writing(self._path):
-            self._db.execute("BEGIN IMMEDIATE")
+        with transaction(self._db, self._path):
             self._db.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?)", rows)
             self._db.execute("DELETE FROM samples WHERE step <= ?", (step - KEPT_STEPS,))
-            self._db.execute("COMMIT")
 
     def heads(self, *, step: int | None = None, limit: int = 200) -> list[dict[str, Any]]:
         """Newest step first; within it those furthest from the trainer first."""

@@ -7,9 +7,6 @@ queued ─> running ─> finished | failed | cancelled        a job that was run
 
 import json
 import secrets
-import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Literal
 import structlog
 from pydantic import ValidationError
 
-from services.trainer.disk import writing
+from services.trainer.disk import opened, transaction, writing
 from shared.errors import TandemError
 from shared.job import Job
 from shared.telemetry import now_s
@@ -77,11 +74,7 @@ class JobStore:
         folder.mkdir(parents=True, exist_ok=True)
         self._runs_dir = runs_dir
         self._path = folder / STORE_FILE
-        self._db = sqlite3.connect(self._path, isolation_level=None)
-        with writing(self._path):
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
+        self._db = opened(self._path, _SCHEMA)
         self._fail_unreadable()
 
     def close(self) -> None:
@@ -107,7 +100,7 @@ class JobStore:
         """Queue the job; the second value is False if its key had queued it before. `asked` is the
         job before its paths were read, if they were."""
         asked = asked or job
-        with self._writing():
+        with transaction(self._db, self._path):
             if known := self.known(asked, idempotency_key=idempotency_key):
                 return known, False
             job_id = self._new_id(job.name)
@@ -166,7 +159,7 @@ class JobStore:
 
         A cancel takes the place of a pause that is under way; nothing takes that of a cancel.
         """
-        with self._writing():
+        with transaction(self._db, self._path):
             now = self.get(job_id)
             waiting = now.state == "queued" or (now.state == "paused" and wish == "cancel")
             if waiting:
@@ -187,7 +180,7 @@ class JobStore:
 
         A job whose pause is under way goes on at once. One that is in line already stays there.
         """
-        with self._writing():
+        with transaction(self._db, self._path):
             now = self.get(job_id)
             if now.state in ("paused", "failed"):
                 self._db.execute(
@@ -243,18 +236,6 @@ class JobStore:
     def _write(self, statement: str, values: tuple[object, ...]) -> None:
         with writing(self._path):
             self._db.execute(statement, values)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        with writing(self._path):
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
 
 
 def _digest(job: Job) -> str:
