@@ -91,9 +91,15 @@ def _stamp(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
 
 
 @cache
-def counter(name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
-    """The process's counter of that name; the name ends in `_total`."""
-    return Counter(name, documentation, labels)
+def counter(
+    name: str, documentation: str, labels: Sequence[str] = (), values: Sequence[str] = ()
+) -> Counter:
+    """The process's counter of that name; the name ends in `_total`. Known values of its one label
+    are told from 0 on: the first increase of one that was not there shows in no rate."""
+    made = Counter(name, documentation, labels)
+    for value in values:
+        made.labels(value)
+    return made
 
 
 @cache

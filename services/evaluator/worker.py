@@ -49,9 +49,8 @@ class EvalWorker:
         self._replica = replica
         self._drain_s = max(drain_s - GOODBYE_S, 0.0)
         self._changed = asyncio.Event()
-        self._ended = counter("evaluations_total", "Evaluations by how they ended.", ("outcome",))
-        for outcome in ("finished", "failed"):
-            self._ended.labels(outcome)
+        told = "Evaluations by how they ended."
+        self._ended = counter("evaluations_total", told, ("outcome",), ("finished", "failed"))
         self.busy = False
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -21,9 +21,8 @@ class UpdateNotes:
         self._record = record
         self._events = events
         self._num_servers = num_servers
-        self._updates = counter("trainer_updates_total", "Weight updates.", ("outcome",))
-        for outcome in ("committed", "failed"):
-            self._updates.labels(outcome)  # from 0 on, or its first increase shows in no rate
+        outcomes = ("committed", "failed")
+        self._updates = counter("trainer_updates_total", "Weight updates.", ("outcome",), outcomes)
         self._announced: tuple[int, float] | None = None  # a version no server serves yet, since
 
     def announced(self, version: int) -> None:

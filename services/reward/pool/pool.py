@@ -46,10 +46,10 @@ LATENCY = histogram(
 )  # fmt: skip
 OUTCOMES = counter("reward_outcomes_total", "Checks by kind of outcome", ("kind",))
 DEPTH = gauge("reward_queue_depth", "Checks that wait for a worker", ("lane",))
-ENDED = counter("reward_workers_ended_total", "Grading processes ended, by cause", ("cause",))
 Cause = Literal["memory", "slow", "age", "limit", "slow lane full", "died"]
-for _cause in get_args(Cause):
-    ENDED.labels(_cause)  # from 0 on, or its first increase shows in no rate
+ENDED = counter(
+    "reward_workers_ended_total", "Grading processes ended, by cause", ("cause",), get_args(Cause)
+)
 
 
 class GradingPool:
