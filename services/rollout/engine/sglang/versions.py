@@ -125,7 +125,7 @@ class Versions:
             "version": proven.policy_version,
             **seconds,
             "probe_mean_abs_delta": proven.proven and proven.proven.mean_abs_delta,
-            "effective_checksum": await proven.checksum,
+            "effective_checksum": await asyncio.shield(proven.checksum),  # it is kept
         }
 
     async def recover(self) -> None:
