@@ -1,11 +1,14 @@
 """How many groups may be out, and what policy version each must be sampled with.
 
-Staleness is bounded here, before anything is sampled: a group with n usable ones in line before it
-is trained n // groups_per_step steps from now, and by then its version will be so many older. What
-arrives out of line and is too old all the same is dropped and counted.
+Staleness is bounded here, before anything is sampled: a group is drawn for the first of the coming
+steps that lacks groups, and by then its version will be so many steps older. What turns out
+unusable is so replaced for the same step, by versions that are served already. What arrives out of
+line and is too old all the same is dropped and counted.
 """
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shared.job import Job
@@ -50,18 +53,23 @@ class Admission:
         batches = min(self.max_lag + 1, progress.steps_left)
         return math.ceil(batches * self.groups_per_step * self.oversampling)
 
-    def min_policy_version(self, num_ahead: int, progress: Progress) -> int:
-        """The oldest version with which a group behind `num_ahead` open ones may be sampled.
+    def min_policy_version(self, num_kept: int, out: Mapping[int, int], progress: Progress) -> int:
+        """The oldest version with which the next group may be sampled.
 
-        One that is not published yet means: too early, the group would be too old when its turn
-        comes. Strictly on-policy jobs sample all with the version that is trained next; what is
-        more than needed is their surplus.
+        `num_kept` usable groups are here; `out` counts those that are not yet, by the oldest
+        version each may be sampled with. A version that is not published yet means: too early, the
+        group would be too old when its turn comes. Strictly on-policy jobs sample all with the
+        version that is trained next; what is more than needed is their surplus.
         """
         if self.max_lag == 0:
             return progress.policy_version
         share = min(1.0, progress.usable_share + USABLE_MARGIN)
-        steps_ahead = int(num_ahead * share) // self.groups_per_step
-        return max(0, progress.policy_version + steps_ahead - self.max_lag)
+        for steps_ahead in itertools.count():
+            version = max(0, progress.policy_version + steps_ahead - self.max_lag)
+            num_out = sum(number for oldest, number in out.items() if oldest <= version)
+            if int(num_kept + num_out * share) < (steps_ahead + 1) * self.groups_per_step:
+                break
+        return version
 
     def oldest_trainable(self, progress: Progress) -> int:
         return progress.policy_version - self.max_lag

@@ -134,7 +134,7 @@ def assemble(
     routes = SampledRoutes.of(redis, job_id=job_id, job=job)
     beside: dict[str, Any] = {"feeder": feeder, "routes": routes, "recording": recording}
     collector = Collector(redis, name=replica, **beside, **flow, **own)
-    feeder.num_kept = lambda: collector.num_kept
+    feeder.held_ids = collector.held_ids
     watch = Watch(
         redis,
         job_id=job_id,

@@ -158,6 +158,15 @@ class Books:
     def num_open(self) -> int:
         return int(self._one("SELECT COUNT(*) FROM groups WHERE state = 'open'"))
 
+    def oldest_versions(self) -> dict[str, int]:
+        """Of each open group, the oldest version that may sample it."""
+        with self._lock:
+            return dict(
+                self._db.execute(
+                    "SELECT group_id, min_policy_version FROM groups WHERE state = 'open'"
+                )
+            )
+
     def counts(self) -> dict[str, int]:
         """Groups by state, and dropped and skipped ones by reason as `dropped:no_variance`."""
         with self._lock:

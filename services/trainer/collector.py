@@ -103,7 +103,9 @@ class Collector:
                 self._session = None
 
     async def take(self, *, deadline_s: float) -> list[KeptGroup]:
-        """A step's worth of groups, lowest draws first; they are no longer kept here.
+        """A step's worth of groups; they are no longer kept here.
+
+        Deterministic jobs take the lowest draws, others the oldest versions, too old for later.
 
         Fewer come when a bound of the sampling section is hit; `StepStarved` when even then there
         is none or the job wants whole steps, and `DeadlineExceeded` after `deadline_s`.
@@ -130,7 +132,8 @@ class Collector:
             await wait_for_event(self._changed, min(left_s, 1.0))
         if not enough:
             self._be_short(bound or "")
-        chosen = sorted(self._kept.values(), key=lambda group: group.draw)[:wanted]
+        oldest = sorted(self._kept.values(), key=self._turn)[:wanted]
+        chosen = sorted(oldest, key=lambda group: group.draw)
         self._taken = {group.group_id: self._kept.pop(group.group_id) for group in chosen}
         return chosen
 
@@ -314,6 +317,10 @@ class Collector:
         oldest = self._admission.oldest_trainable(self._progress)
         names = [name for name, group in self._kept.items() if (group.oldest_version or 0) < oldest]
         return [entry for name in names if (entry := self._books.group(name))]
+
+    def _turn(self, group: KeptGroup) -> tuple[int, int]:
+        is_ordered = bool(self._source.job.deterministic)
+        return 0 if is_ordered else group.oldest_version or 0, group.draw
 
     def _is_awaited(self) -> bool:
         """Deterministic jobs choose only once all that was drawn is there."""

@@ -5,7 +5,8 @@ free slot ──> draw ──> books (open) ──> prompts stream
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Set
 
 import structlog
 from redis.asyncio import Redis
@@ -40,8 +41,8 @@ class Feeder:
         self._progress = progress
         self._events = events
         self._stream = topology.prompts(source.job_id)
-        # Of open groups, those that came and wait for their step; the collector knows.
-        self.num_kept: Callable[[], int] = lambda: 0
+        # Of open groups, those that came and wait for their step or are in it; the collector knows.
+        self.held_ids: Callable[[], Set[str]] = frozenset
         self.quiet = asyncio.Lock()  # held while groups are on their way to the stream or out of it
         self._entry_ids: dict[str, bytes] = {}  # of prompts that this process published
 
@@ -86,9 +87,10 @@ class Feeder:
             self._entry_ids.pop(name, None)
 
     def _draw_for_free_slots(self, next_wave: bool) -> list[PromptGroup]:
-        num_open = self._books.num_open()
+        out, num_held = self._line()
+        num_open = num_held + out.total()
         if self._source.job.asks_in_waves and (
-            num_open > self.num_kept() or (self._num_dropped_meanwhile() and not next_wave)
+            out or (self._num_dropped_meanwhile() and not next_wave)
         ):
             return []  # what is drawn must not depend on who comes first
         num_free = min(
@@ -106,7 +108,7 @@ class Feeder:
                     f"{self._source.max_prompt_tokens} tokens (sampling.context_length "
                     f"less sampling.max_response_tokens)"
                 )
-            version = self._admission.min_policy_version(num_open + len(groups), self._progress)
+            version = self._admission.min_policy_version(num_held, out, self._progress)
             if version > self._progress.published_version:
                 break  # nobody could sample it yet; asked again once that is published
             drawn = self._source.group(draw, min_policy_version=version)
@@ -114,11 +116,19 @@ class Feeder:
             skipped_in_a_row += 1
             if isinstance(drawn, PromptGroup):
                 groups.append(drawn)
+                out[version] += 1
                 skipped_in_a_row = 0
             draw += 1
         if draws:
             self._books.record_draws(draws)
         return groups
+
+    def _line(self) -> tuple[Counter[int], int]:
+        """Open groups that are out, by the oldest version that may sample each; and how many are
+        here."""
+        oldest, held = self._books.oldest_versions(), self.held_ids()
+        out = Counter(version for name, version in oldest.items() if name not in held)
+        return out, len(oldest) - out.total()
 
     def _num_dropped_meanwhile(self) -> int:
         """Groups that came for the step being collected and could not be used."""

@@ -144,6 +144,19 @@ async def test_a_group_overtaken_while_it_was_judged_is_not_trained(
         assert hand.parts.books.group(f"{JOB_ID}.g000004").reason == "too_old"
 
 
+async def test_the_oldest_versions_are_trained_first(redis: Redis, tmp_path: Path) -> None:
+    """Draw 5 replaced one that was dropped; a step later its version would be too old."""
+    async with by_hand(redis, tmp_path / "run", algorithm={"max_lag": 1}, sampling=SMALL) as hand:
+        await hand.give([0, 1], version=0, rewards=(0.0, 1.0))
+        assert await hand.step() == [0, 1]
+        await hand.parts.feeder.fill()
+        await hand.give([2, 4], version=1, rewards=(0.0, 1.0))
+        await hand.give([5], version=0, rewards=(0.0, 1.0))
+        await hand.until_all_settled()
+        assert await hand.step() == [2, 5]
+        assert hand.facts(2)["lag_max"] == 1
+
+
 async def test_a_group_overtaken_while_its_routes_come_is_not_trained(
     redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

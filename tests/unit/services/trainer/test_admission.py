@@ -1,5 +1,5 @@
 import random
-from collections import deque
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -29,15 +29,39 @@ def test_slots(max_lag: int, oversampling: float, steps_left: int, slots: int) -
     ],
 )
 def test_oldest_version_that_may_sample_a_group(max_lag: int, num_ahead: int, version: int) -> None:
-    assert Admission(16, max_lag).min_policy_version(num_ahead, progress(5)) == version
-    assert Admission(16, max_lag).min_policy_version(num_ahead, progress(0)) == max(0, version - 5)
+    admission = Admission(16, max_lag)
+    for step, expected in ((5, version), (0, max(0, version - 5))):
+        assert drawn(admission, num_ahead + 1, progress(step))[-1] == expected
 
 
-def test_unusable_groups_do_not_count_in_line() -> None:
+def drawn(admission: Admission, number: int, at: Progress, *, num_kept: int = 0) -> list[int]:
+    """Oldest versions of so many groups that are drawn one after the other."""
+    versions: list[int] = []
+    for _ in range(number):
+        versions.append(admission.min_policy_version(num_kept, Counter(versions), at))
+    return versions
+
+
+def test_some_of_the_groups_that_are_out_are_expected_to_be_unusable() -> None:
     at = progress(5)
     at.usable_share = 0.65  # and a margin of 0.1
-    admission = Admission(16, 1)
-    assert [admission.min_policy_version(n, at) for n in (21, 22, 42, 43)] == [4, 5, 5, 6]
+    versions = drawn(Admission(16, 1), 44, at)
+    assert [versions[n] for n in (21, 22, 42, 43)] == [4, 5, 5, 6]
+
+
+def test_what_is_here_counts_whole() -> None:
+    at = progress(5)
+    at.usable_share = 0.4
+    assert drawn(Admission(16, 1), 5, at, num_kept=14) == [4, 4, 4, 4, 5]
+
+
+def test_what_was_unusable_is_replaced_for_the_same_step() -> None:
+    """By the version that is served, though the line is full of groups for the step after it."""
+    at, admission = progress(5), Admission(16, 1)
+    out = Counter({4: 3, 5: 16})
+    assert admission.min_policy_version(13, out, at) == 6
+    out[4] -= 2  # they came, and could not be used
+    assert admission.min_policy_version(13, out, at) == 4
 
 
 @settings(max_examples=60, deadline=None)
@@ -54,16 +78,22 @@ def test_groups_trained_in_line_are_never_too_old(
     chance = random.Random(seed)
     admission = Admission(groups_per_step, max_lag)
     at = progress(0, num_steps=30)
-    line: deque[int] = deque()  # versions that sampled the groups in line
+    kept: list[int] = []  # versions that sampled what is here
+    out: Counter[int] = Counter()
     while at.steps_left:
-        while len(line) < admission.max_open(at):
-            oldest = admission.min_policy_version(len(line), at)
-            if oldest > at.published_version:
+        while len(kept) < groups_per_step or chance.random() < 0.5:
+            while len(kept) + out.total() < admission.max_open(at):
+                oldest = admission.min_policy_version(len(kept), out, at)
+                if oldest > at.published_version:
+                    break
+                out[oldest] += 1
+            if not (waiting := +out):
                 break
-            line.append(chance.randint(oldest, at.published_version))
-            if chance.random() < drop_share:
-                line.pop()  # without variance: its slot is free again
+            out[oldest := min(waiting)] -= 1  # in line, as the stream gives them
+            if chance.random() >= drop_share:  # else without variance: its slot is free again
+                kept.append(chance.randint(oldest, at.published_version))
+        kept.sort()  # the oldest are trained first
         for _ in range(groups_per_step):
-            assert at.policy_version - line.popleft() <= max_lag
+            assert at.policy_version - kept.pop(0) <= max_lag
         at.step += 1
         at.policy_version = at.published_version = at.step
