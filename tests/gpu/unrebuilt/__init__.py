@@ -1,4 +1,4 @@
-"""A fault for SGLANG_EXTERNAL_MODEL_PACKAGE: a server whose updates leave quantised state unrebuilt.
+"""A fault for SGLANG_EXTERNAL_MODEL_PACKAGE: updates of a server leave quantised state unrebuilt.
 
     SGLANG_EXTERNAL_MODEL_PACKAGE=tests.gpu.unrebuilt UNREBUILT_FROM_LOAD=2 tandem demo ...
 

@@ -15,9 +15,7 @@ _LOADS = itertools.count(1)
 
 
 class DeepseekV4ForCausalLM(_Original):
-    def load_weights(
-        self, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any
-    ) -> Any:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
         number = next(_LOADS)
         is_left = number >= _FROM_LOAD
         log.warning("unrebuilt_load", number=number, left="wo_a" if is_left else None)
