@@ -15,7 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_timeline import GpuRows, gpu_rows, in_bins, sampler_shares, window_of
+from benchmarks.gpu_timeline import (
+    GpuRows,
+    gpu_rows,
+    in_bins,
+    online_steps,
+    sampler_shares,
+    window_of,
+)
 from services.trainer.report.events import EVENTS_FILE, RunEvents, read_events
 from shared.messages import Event
 
@@ -34,6 +41,7 @@ EVALUATION = (
     *("truncated_share", "response_tokens_mean", "seconds"),
 )
 JOB = ("name", "seed", "steps", "warm_up", "sampling", "algorithm", "actor", "rollout", "update")
+LATE_S = 0.9  # an engine has a second's patience with calls behind its pause
 PREFLIGHT = ("passed", "memory", "parity", "seconds")
 
 Run = Mapping[str, Any]
@@ -62,7 +70,8 @@ def read(
         },
         "ended_at_s": round(found.events[-1].at_s - began_s, 1),
         "finished": bool(found.named("job_finished")),
-        "sampler": sampler_shares(found),
+        "error": next((e.fields["error"] for e in found.named("job_finished")), None),
+        "sampler": sampler_shares(found) if online_steps(found) else {},
     }
     if gpus is not None:
         kept["gpus"] = in_bins(gpus, began_s, found.events[-1].at_s)
@@ -86,7 +95,8 @@ def _rounded(value: Any) -> Any:
 
 
 def _mean_seconds(found: RunEvents, name: str) -> float:
-    return round(float(np.mean([event.fields["seconds"] for event in found.named(name)])), 4)
+    took = [event.fields["seconds"] for event in found.named(name)]
+    return round(float(np.mean(took)), 4) if took else 0.0
 
 
 def online(run: Run) -> list[dict[str, Any]]:
@@ -96,6 +106,11 @@ def online(run: Run) -> list[dict[str, Any]]:
 
 def values(steps: Sequence[Run], name: str) -> np.ndarray:
     return np.array([one[name] for one in steps])
+
+
+def probes(run: Run) -> list[dict[str, Any]]:
+    """Updates with a probe, which all but a run's first have."""
+    return [one for one in run["updates"] if "probe_mean_abs_delta" in one]
 
 
 def fit(steps: Sequence[Run], name: str) -> tuple[float, float, float]:
@@ -142,9 +157,8 @@ def _slope(run: Run, name: str, *, most: int | None = None) -> str:
 
 
 def _slope_of_probe(run: Run) -> str:
-    name = "probe_mean_abs_delta"
-    probed = [one | {"step": one["policy_version"]} for one in run["updates"] if name in one]
-    _, slope, error = fit(probed, name)
+    probed = [one | {"step": one["policy_version"]} for one in probes(run)]
+    _, slope, error = fit(probed, "probe_mean_abs_delta")
     return f"{slope:+.1e} ± {2 * error:.1e}"
 
 
@@ -180,7 +194,7 @@ def _updating(run: Run) -> str:
 
 
 def _sampler(name: str) -> Callable[[Run], str]:
-    return lambda run: f"{run['sampler'][name]:.2f}" if "sampler" in run else "–"
+    return lambda run: f"{run['sampler'][name]:.2f}"
 
 
 def _graded_per_step(run: Run) -> str:
@@ -194,9 +208,9 @@ def _phase(name: str) -> Callable[[Run], str]:
 
 
 def short_steps(run: Run) -> tuple[list[Any], list[Any]]:
-    """Steps that had to train some groups of the newest version, for want of older ones; others.
+    """Steps that trained some groups of the newest version, having too few older ones; others.
 
-    Of a run with `max_lag` 1, without its first step, which has no older version.
+    Without the first step, which has no older version.
     """
     steps = online(run)[1:]
     return [one for one in steps if one["lag_mean"] < 1], [
@@ -216,8 +230,25 @@ def _lacked(run: Run) -> str:
 
 def _waits(run: Run) -> str:
     return " and ".join(
-        f"{np.mean([one['seconds']['wait'] for one in part]):.1f}" for part in short_steps(run)
+        f"{np.mean([one['seconds']['wait'] for one in part]):.1f}" if part else "–"
+        for part in short_steps(run)
     )
+
+
+def _rate(first: int, last: int) -> Callable[[Run], str]:
+    """Of these GRPO steps, counted from 1; the first update of a run takes 4 to 14 s."""
+
+    def rate(run: Run) -> str:
+        steps = online(run)[first - 1 : last]
+        return f"{steps_per_s(steps):.3f}" if len(steps) > last - first else "–"
+
+    return rate
+
+
+def _late(run: Run) -> str:
+    """Updates whose pause was longer than their load and probe, by the patience for late calls."""
+    late = [one["pause_s"] - one["restore_s"] - one["probe_s"] > LATE_S for one in probes(run)]
+    return f"{sum(late)} of {len(late)}"
 
 
 ROWS: dict[str, Callable[[Run], str]] = {
@@ -225,10 +256,12 @@ ROWS: dict[str, Callable[[Run], str]] = {
     "seconds of the job": lambda run: f"{run['ended_at_s']:.0f}",
     "mean of abs(Δ log p)": lambda run: _span(values(online(run), "delta_logprob_mean"), 4),
     "- slope a step, ± 2 standard errors": lambda run: _slope(run, "delta_logprob_mean"),
-    "- of the first 60 steps": lambda run: _slope(run, "delta_logprob_mean", most=60),
+    "- of the first 30 steps": lambda run: _slope(run, "delta_logprob_mean", most=30),
+    "- at most in a step": lambda run: f"{values(online(run), 'delta_logprob_mean').max():.4f}",
     "p99 of abs(Δ log p)": lambda run: _span(values(online(run), "delta_logprob_p99"), 3),
     "probe after the update": lambda run: _span(_per_update(run, "probe_mean_abs_delta"), 4),
     "- slope a version": _slope_of_probe,
+    "- at most": lambda run: f"{_per_update(run, 'probe_mean_abs_delta').max():.4f}",
     "mean lag": lambda run: _span(values(online(run), "lag_mean")),
     "TIS weights cut, share": lambda run: (
         f"{values(online(run), 'tis_truncated_share').mean():.2g}"
@@ -245,10 +278,10 @@ ROWS: dict[str, Callable[[Run], str]] = {
     "groups graded for 32 that train": _graded_per_step,
     "seconds a step": lambda run: _span(values(online(run), "step_seconds")),
     "steps a second": lambda run: f"{steps_per_s(online(run)):.3f}",
-    "- of the first 25": lambda run: f"{steps_per_s(online(run)[:25]):.3f}",
-    "- of the first 60": lambda run: f"{steps_per_s(online(run)[:60]):.3f}",
-    "steps that lacked groups of the older version": _short,
-    "- groups they lacked of 32, median": _lacked,
+    "- of steps 3 to 30": _rate(3, 30),
+    "- of steps 3 to 60": _rate(3, 60),
+    "steps with groups of the newest version": _short,
+    "- of 32, median": _lacked,
     "- mean wait for groups, theirs and others', s": _waits,
     **{
         f"- {name}": _phase(name)
@@ -256,6 +289,7 @@ ROWS: dict[str, Callable[[Run], str]] = {
     },
     "- pause": lambda run: _span(_per_update(run, "pause_s")),
     "- - of it the server's load": _phase("pause: load"),
+    "- - updates that waited for a late call": _late,
     "whole update": lambda run: _span(_per_update(run, "seconds")),
     "- share of the time with one under way": _updating,
     "whole update, GB/s": lambda run: _span(
@@ -283,8 +317,12 @@ def table(runs: Mapping[str, Run]) -> str:
 
 def load(files: Sequence[Path]) -> dict[str, Run]:
     """By the files' names."""
-    names = [file.stem.removeprefix("gpu_run_").replace("_", " ") for file in files]
-    return {name: json.loads(file.read_text()) for name, file in zip(names, files, strict=True)}
+    return {_name(file): json.loads(file.read_text()) for file in files}
+
+
+def _name(file: Path) -> str:
+    words = file.stem.removeprefix("gpu_run_").replace("_", " ")
+    return words.replace("gpu", "GPU").replace("GPU seed", "GPU, seed")
 
 
 def main() -> None:

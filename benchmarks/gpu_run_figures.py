@@ -1,7 +1,8 @@
-"""Plots of GPU runs: `python -m benchmarks.gpu_run_figures FILE... [--figures FOLDER]`.
+"""Plots of GPU runs: `python -m benchmarks.gpu_run_figures FILE... [--changed FILE...]`.
 
-Each FILE was made by `benchmarks.gpu_run read`; the first is the run whose seconds, memory and time
-line are drawn, all others that are long enough go beside it.
+Each FILE was made by `benchmarks.gpu_run read`; the first is the run whose seconds and memory are
+drawn, the others go beside it. With `--changed` one more figure has these runs, the first of them
+the one that the others differ from by a setting or a fault.
 """
 
 import argparse
@@ -13,33 +14,55 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.gpu_run import Run, fit, load, online, phase_rows, values
+from benchmarks.gpu_run import Run, fit, load, online, phase_rows, probes, values
 from benchmarks.gpu_timeline_figure import timeline_figure
 
 PUBLISHED = 0.09  # mean |delta log p| of the published experiment
-LONG = 20  # steps that make a curve
 BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#f59e0b", "#059669", "#dc2626", "#64748b"
 COLOURS = (BLUE, ORANGE, GREEN, RED, "#7c3aed")
 
 
-def draw(runs: Mapping[str, Run], folder: Path) -> None:
-    long = {name: run for name, run in runs.items() if len(online(run)) >= LONG} or dict(runs)
+def draw(runs: Mapping[str, Run], changed: Mapping[str, Run], folder: Path) -> None:
     first_name, first = next(iter(runs.items()))
     figure, (drift, probe) = _figure(2)
-    _drift(drift, long)
-    _lag_and_probe(probe, long)
+    _drift(drift, runs)
+    _lag_and_probe(probe, runs)
     _save(figure, folder / "gpu_run_drift.png")
     figure, (reward, passes, of_first) = _figure(3)
-    _reward(reward, long)
-    _passes(passes, long)
+    _reward(reward, runs)
+    _passes(passes, runs)
     _passes_of(of_first, first_name, first)
     _save(figure, folder / "gpu_run_reward.png")
     figure, (phases, memory) = _figure(2)
     _phases(phases, first)
     _memory(memory, first)
     _save(figure, folder / "gpu_run_seconds.png")
-    if "window" in first:
-        _save(timeline_figure(first["window"]), folder / "gpu_run_timeline.png")
+    for name, run in runs.items():
+        if "window" in run:
+            kept = (
+                folder / f"gpu_run_timeline_{name.lower().replace(', ', '_').replace(' ', '_')}.png"
+            )
+            _save(timeline_figure(run["window"]), kept)
+    if changed:
+        _save(_changed(changed), folder / "gpu_run_changed.png")
+
+
+def _changed(runs: Mapping[str, Run]) -> Figure:
+    """As many steps as the others have of the first."""
+    most = max(len(online(run)) for run in list(runs.values())[1:])
+    figure, (drift, probe) = _figure(2, rows=2)
+    for (name, run), colour in zip(runs.items(), (GREY, BLUE, GREEN, RED, ORANGE), strict=False):
+        steps = online(run)[:most]
+        begins = steps[0]["step"]
+        at = np.arange(1, len(steps) + 1)
+        drift.plot(at, values(steps, "delta_logprob_mean"), color=colour, label=name)
+        probed = [one for one in probes(run) if one["policy_version"] < begins + most]
+        versions = values(probed, "policy_version") - begins + 1
+        probe.plot(versions, values(probed, "probe_mean_abs_delta"), color=colour)
+    drift.set(ylabel="mean |Δ log p| of the step", ylim=(0, 0.018))
+    drift.legend(frameon=False, fontsize=8.5, loc="upper left", ncols=len(runs))
+    probe.set(xlabel="GRPO step", ylabel="probe of its version", ylim=(0, 0.009))
+    return figure
 
 
 def _drift(axes: Axes, runs: Mapping[str, Run]) -> None:
@@ -59,7 +82,7 @@ def _drift(axes: Axes, runs: Mapping[str, Run]) -> None:
 
 def _lag_and_probe(axes: Axes, runs: Mapping[str, Run]) -> None:
     for (name, run), colour in zip(runs.items(), COLOURS, strict=False):
-        probed = [one for one in run["updates"] if "probe_mean_abs_delta" in one]
+        probed = probes(run)
         steps = online(run)
         at = values(probed, "policy_version") - steps[0]["step"] + 1
         axes.plot(
@@ -133,7 +156,7 @@ def _phases(axes: Axes, run: Run) -> None:
         begins[side] += found
     top = float(np.quantile(np.maximum(begins["trainer"], begins["sampler"]), 0.98)) * 1.9
     axes.axhline(0, color="#0f172a", linewidth=0.8)
-    axes.set(xlabel="GRPO step", ylabel="seconds; down: its update", ylim=(-top, top))
+    axes.set(xlabel="GRPO step", ylabel="seconds; down: its update", ylim=(-0.5 * top, top))
     axes.legend(frameon=False, fontsize=7.5, loc="upper right", ncols=2)
 
 
@@ -148,11 +171,13 @@ def _memory(axes: Axes, run: Run) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=3)
 
 
-def _figure(num_panels: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(5.2 * num_panels, 4.0), dpi=120 if num_panels < 3 else 100)
+def _figure(num_panels: int, *, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """Panels side by side, or all below each other."""
+    size = (5.2 * num_panels, 4.0) if rows == 1 else (9.0, 2.6 * rows)
+    figure = Figure(figsize=size, dpi=120 if num_panels < 3 else 100)
     figure.set_layout_engine("constrained")
     FigureCanvasAgg(figure)
-    panels = list(figure.subplots(1, num_panels))
+    panels = list(figure.subplots(rows, num_panels // rows, sharex=rows > 1))
     for axes in panels:
         axes.grid(color="#e2e8f0", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -168,9 +193,10 @@ def _save(figure: Figure, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--changed", type=Path, nargs="+", default=[])
     parser.add_argument("--figures", type=Path, default=Path("docs/figures"))
     given = parser.parse_args()
-    draw(load(given.results), given.figures)
+    draw(load(given.results), load(given.changed), given.figures)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ def _groups(axes: Axes, rows: Sequence[Sequence[Any]], seconds: Sequence[float])
 
 def _busy(axes: Axes, gpus: Mapping[str, Sequence[Sequence[float]]]) -> None:
     names = {"0": "GPU 0, the actor's", "1": "GPU 1, the server's"}
+    if len(gpus) == 1:
+        names = dict.fromkeys(gpus, "the GPU of both")
     for (index, rows), colour in zip(gpus.items(), ("#2563eb", "#dc2626"), strict=False):
         at, busy = np.array(rows).T
         axes.fill_between(at, busy, step="post", color=colour, alpha=0.25, linewidth=0)

@@ -39,7 +39,7 @@ ARCHITECTURES = {"A": SINGLE, "B": SINGLE, "narrow": NARROW}
 
 SINKS = {"A": 4.0, "B": 4.0}
 """Spread of the attention sinks, 1 elsewhere: the sinks of A in B then move log-probabilities by
-0.013, which is seen over what a server differs by from itself."""
+0.01, which is seen over what a server differs by from itself."""
 
 NUM_PAIRS, NUM_HELDOUT = 4000, 128
 
