@@ -1,15 +1,11 @@
 """The pages in a real browser: nothing on the console, live, by keyboard, on small screens."""
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from playwright.async_api import Browser, expect
 from redis.asyncio import Redis
 
-from services.trainer.config import TrainerConfig
 from shared import topology
 from shared.dead_letters import letter_fields
 from shared.job import Job
@@ -18,10 +14,8 @@ from tests.browser.pages import (
     CHROMIUM,
     Seen,
     Site,
-    browser,
     long_run,
     put_samples,
-    site,
     step,
 )
 
@@ -35,32 +29,6 @@ CUT_ROWS = """box => {
   return [...box.querySelectorAll("tr")].map((row) => row.getBoundingClientRect())
     .filter((row) => row.top < edge - 1 && row.bottom > edge + 1).length;
 }"""
-
-
-@pytest_asyncio.fixture
-async def chromium() -> AsyncIterator[Browser]:
-    async with browser() as found:
-        yield found
-
-
-@pytest.fixture
-def job() -> Job:
-    return Job.model_validate(
-        {
-            "name": "demo",
-            "steps": ALL_STEPS,
-            "model": {"rollout_checkpoint": "assets/tiny-dsv4"},
-            "data": {"path": "assets/arithmetic/train.jsonl"},
-            "sampling": {"context_length": 160, "max_response_tokens": 128},
-        }
-    )
-
-
-@pytest_asyncio.fixture
-async def served(tmp_path: Path, redis_url: str, redis: Redis, job: Job) -> AsyncIterator[Site]:
-    config = TrainerConfig(redis_url=redis_url, replica="trainer", runs_dir=tmp_path / "runs")
-    async with site(config, job) as found:
-        yield found
 
 
 async def test_a_run_of_ten_thousand_steps_is_quick_and_goes_on_live(
@@ -263,12 +231,6 @@ async def test_only_who_makes_the_trainer_wait_most_of_a_step_is_the_narrow_plac
         "The trainer waits for groups 60 % of a step, while 1.0 groups are with the samplers and "
         "16.0 with the graders: grading is the narrow place.",
     ]
-
-
-async def test_an_axis_of_zeros_goes_to_one(chromium: Browser, served: Site) -> None:
-    seen = await Seen.open(chromium, served.url)
-    ranges = "import('/assets/charts.js').then((c) => [c.padded(0, 0), c.padded(0, 0.5)])"
-    assert await seen.page.evaluate(ranges) == [[0, 1], [0, 0.53]]
 
 
 async def test_dead_letters_tell_their_reason_and_are_queued_again(

@@ -9,7 +9,9 @@ _ASSETS = Path(__file__).parent / "assets"
 _FILES = {
     "app.js": "text/javascript",
     "run.js": "text/javascript",
+    "axes.js": "text/javascript",
     "charts.js": "text/javascript",
+    "plots.js": "text/javascript",
     "form.js": "text/javascript",
     "samples.js": "text/javascript",
     "tables.js": "text/javascript",

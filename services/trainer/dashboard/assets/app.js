@@ -6,7 +6,7 @@
 //   GET …/dead-letters  every 3 s         ->  table, with a button that queues them again
 //   Run  ->  charts, tiles, tables, drawn at most four times a second
 
-import { Charts } from "./charts.js";
+import { Plots } from "./plots.js";
 import { openForm } from "./form.js";
 import { Run } from "./run.js";
 import * as tables from "./tables.js";
@@ -19,7 +19,7 @@ const find = (id) => document.getElementById(id);
 let jobs = [], replicas = [], letters = [];
 let shown = null; // {id, run, source, timer, ended}
 let dirty = false;
-const charts = new Charts(find("charts"));
+const charts = new Plots(find("charts"));
 
 async function getJson(path) {
   const answer = await fetch(path, { signal: AbortSignal.timeout(10000) });
@@ -134,23 +134,36 @@ function link(text) {
   find("link").dataset.state = text;
 }
 
+// Whatever goes wrong in one drawing is told; the next one is tried all the same.
 function draw() {
   if (dirty && shown && !document.hidden) {
     dirty = false;
-    const job = jobs.find((known) => known.job_id === shown.id) ?? {};
-    drawTitle(job, shown.run);
-    charts.update(shown.run);
-    find("tiles").replaceChildren(...tables.tiles(shown.run, job.steps ?? shown.run.job?.steps));
-    find("servers").replaceChildren(tables.servers(replicas, shown.run));
-    find("lags").replaceChildren(tables.lags(shown.run));
-    const waits = shown.run.waits();
-    find("waits").hidden = waits === null;
-    find("waits").textContent = waits ?? "";
-    find("groups").replaceChildren(tables.groups(shown.run));
-    find("updates").replaceChildren(tables.updates(shown.run));
-    find("events").replaceChildren(tables.events(shown.run));
+    try {
+      drawShown();
+      find("trouble").hidden = true;
+    } catch (err) {
+      console.error(err);
+      find("trouble").textContent = `A part of this page could not be drawn: ${err.message}`;
+      find("trouble").hidden = false;
+    }
   }
   setTimeout(draw, DRAW_MS);
+}
+
+function drawShown() {
+  const { run } = shown;
+  const job = jobs.find((known) => known.job_id === shown.id) ?? {};
+  drawTitle(job, run);
+  charts.update(run);
+  find("tiles").replaceChildren(...tables.tiles(run, job.steps ?? run.job?.steps));
+  find("servers").replaceChildren(tables.servers(replicas, run));
+  find("lags").replaceChildren(tables.lags(run));
+  const waits = run.waits();
+  find("waits").hidden = waits === null;
+  find("waits").textContent = waits ?? "";
+  find("groups").replaceChildren(tables.groups(run));
+  find("updates").replaceChildren(tables.updates(run));
+  find("events").replaceChildren(tables.events(run));
 }
 
 function drawTitle(job, run) {

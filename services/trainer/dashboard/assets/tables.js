@@ -1,9 +1,8 @@
 // Tiles and tables. Text goes in as text: nothing from a job or an event becomes markup.
 
-import { formatted } from "./charts.js";
+import { number } from "./axes.js";
 import { UPDATE_PHASES } from "./run.js";
 
-const number = (value) => (value === null || value === undefined ? "–" : formatted(value));
 const words = (name) => name.replaceAll("_", " ");
 
 function element(tag, text, className) {

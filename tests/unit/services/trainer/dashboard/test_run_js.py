@@ -1,36 +1,17 @@
 """The page's data module, run by Node.js where there is one."""
 
-import json
-import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import services.trainer.dashboard as dashboard
+from tests.unit.services.trainer.dashboard.javascript import NODE, evaluate
 
-MODULE = Path(dashboard.__file__).parent / "assets" / "run.js"
-NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="Node.js is not installed")
-
-
-def evaluate(tmp_path: Path, script: str) -> Any:
-    """The JSON value that the script's `answer` is left with."""
-    module = tmp_path / "run.mjs"  # a name by which every Node.js knows a module
-    module.write_text(MODULE.read_text())
-    program = f'import {{ Run, movingAverage }} from "{module.as_uri()}"; let answer; {script};'
-    program += "console.log(JSON.stringify(answer));"
-    done = subprocess.run(
-        [str(NODE), "--input-type=module", "-e", program],
-        check=True, capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
-    return json.loads(done.stdout)
 
 
 def test_lines_seen_before_are_left_out(tmp_path: Path) -> None:
     script = """
-      const run = new Run();
+      const run = new page.Run();
       run.load({after: 5, events: [{name: "step", fields: {step: 1, reward_raw: 0.1}}],
                 counts: {step: 1}, dropped: {too_old: 2}});
       run.add({name: "step", fields: {step: 1, reward_raw: 0.9}}, 5);
@@ -39,7 +20,7 @@ def test_lines_seen_before_are_left_out(tmp_path: Path) -> None:
       answer = {rewards: run.steps.reward_raw, lines: run.lines, dropped: run.dropped,
                 counts: run.counts, shown: run.events.length};
     """
-    assert evaluate(tmp_path, script) == {
+    assert evaluate(tmp_path, "run", script) == {
         "rewards": [0.1, 0.2],
         "lines": 7,
         "dropped": {"too_old": 3},
@@ -50,32 +31,32 @@ def test_lines_seen_before_are_left_out(tmp_path: Path) -> None:
 
 def test_a_replayed_step_replaces_the_first_telling(tmp_path: Path) -> None:
     script = """
-      const run = new Run();
+      const run = new page.Run();
       [[1, 0.1], [2, 0.2], [2, 0.3]].forEach(([step, reward_raw], i) =>
         run.add({name: "step", fields: {step, reward_raw, groups: 4}}, i + 1));
       answer = [run.steps.step, run.steps.reward_raw, run.trained];
     """
-    assert evaluate(tmp_path, script) == [[1, 2], [0.1, 0.3], 8]
+    assert evaluate(tmp_path, "run", script) == [[1, 2], [0.1, 0.3], 8]
 
 
 def test_phases_are_stacked_from_the_first_up(tmp_path: Path) -> None:
     script = """
-      const run = new Run();
+      const run = new page.Run();
       run.add({name: "step", fields: {step: 1, seconds: {wait: 1, pack: 0.5, checkpoint: 2}}}, 1);
       const columns = run.stackedPhases();
       answer = [columns.at(-1), columns.at(-2), columns[1]];
     """
-    assert evaluate(tmp_path, script) == [[1], [1.5], [3.5]]
+    assert evaluate(tmp_path, "run", script) == [[1], [1.5], [3.5]]
 
 
 def test_moving_average_skips_gaps(tmp_path: Path) -> None:
-    script = "answer = movingAverage([1, 2, null, 4, 5], 3)"
-    assert evaluate(tmp_path, script) == [1, 1.5, 1.5, 3, 4.5]
+    script = "answer = page.movingAverage([1, 2, null, 4, 5], 3)"
+    assert evaluate(tmp_path, "run", script) == [1, 1.5, 1.5, 3, 4.5]
 
 
 def test_fit_lags_and_waiting_are_told(tmp_path: Path) -> None:
     script = """
-      const run = new Run();
+      const run = new page.Run();
       for (let step = 1; step <= 5; step++) run.add({name: "step", fields: {
         step, reward_raw: step === 2 ? null : 0.1 * step, step_seconds: 2, seconds: {wait: 1},
         lag_tokens: {0: 30, 1: 10}, sampled_tokens_per_s: {"rollout-0": 5, "rollout-1": 6},
@@ -83,7 +64,7 @@ def test_fit_lags_and_waiting_are_told(tmp_path: Path) -> None:
       answer = [run.fit("reward_raw").map((y) => Number(y.toFixed(6))), run.lags(),
                 run.steps.sampled_per_s[4], run.rates, run.waits()];
     """
-    fit, lags, sampled, rates, waits = evaluate(tmp_path, script)
+    fit, lags, sampled, rates, waits = evaluate(tmp_path, "run", script)
     assert fit == [0.1, 0.2, 0.3, 0.4, 0.5]
     assert lags == {"0": 150, "1": 50}
     assert (sampled, rates) == (11, {"rollout-0": 5, "rollout-1": 6, "reward-0": 2})
