@@ -78,7 +78,7 @@ def load(scale: ScaleType) -> TransformerEngineFp8:
             f"actor.kernels.linear 'transformer_engine' needs TransformerEngine {oldest} or newer, "
             f"found {found}"
         )
-    pytorch = import_module("transformer_engine.pytorch")
+    pytorch = _loaded()
     works, reason = pytorch.is_fp8_block_scaling_available(return_reason=True)
     if not works:
         raise ValueError(f"actor.kernels.linear 'transformer_engine': {reason}")
@@ -102,6 +102,16 @@ def load(scale: ScaleType) -> TransformerEngineFp8:
         grad_columns=quantiser(rows=False, columns=True, dims=1),
         weight=quantiser(rows=True, columns=True, dims=2),
     )
+
+
+def _loaded() -> Any:
+    """Its parts are packages of their own: one may be missing, or made for another CUDA."""
+    try:
+        return import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, AssertionError, RuntimeError) as err:
+        raise ValueError(
+            f"actor.kernels.linear 'transformer_engine': TransformerEngine cannot be loaded: {err}"
+        ) from err
 
 
 def _whole(matrix: Tensor) -> Tensor:

@@ -155,6 +155,10 @@ def test_without_it_ranks_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, found="2.9.1+cu13")
     with pytest.raises(ValueError, match=r"needs TransformerEngine 2\.10 or newer, found 2\.9\.1"):
         training_products(asked, "e8m0")
+    installed(monkeypatch, found="2.11.0")
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(ValueError, match="TransformerEngine cannot be loaded: import of transf"):
+        training_products(asked, "e8m0")
     installed(monkeypatch, found="2.11.0", works=False)
     with pytest.raises(ValueError, match=r"needs compute capability 9\.0"):
         training_products(asked, "e8m0")
