@@ -22,6 +22,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recompute attention and experts": {"actor": {"recompute": {"mode": "selective"}}},
     "recompute blocks": {"actor": {"recompute": {"mode": "full"}}},
     "offload": {"actor": {"optimizer": {"offload": {"fraction": 1.0}}}},
+    "offload, nothing at once": {
+        "actor": {"optimizer": {"offload": {"fraction": 1.0, "overlap": False}}}
+    },
 }
 
 
