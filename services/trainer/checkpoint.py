@@ -6,6 +6,8 @@ Contents are hashed when written and verified when read; anything wrong is `Weig
 
     start ──> copies in host memory ──thread──> files of this rank      (unless `wait`: no copies)
     finish ──> all ranks have written ──> index ──thread of rank 0──> hashes, rename
+
+One that finds no room is given up by all ranks alike, with `Unwritable`: they hold what they held.
 """
 
 import json
@@ -37,9 +39,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from services.trainer.checkpoint_folder import (
     COMPLETE_FILE,
     building_of,
+    give_up,
     job_state_of,
     put_in_place,
 )
+from services.trainer.disk import Unwritable
+from services.trainer.engine.agreement import gather_bytes
 from services.trainer.megatron.optimizer import separate_steps
 from shared.errors import WeightsCorrupt
 
@@ -79,13 +84,11 @@ class Writer:
         policy_version. An older directory at `path` is replaced once the new one is complete.
 
         Without `copy` nothing may change before `finish`: tensors are written where they are.
+        Raises `Unwritable` if it has more bytes than the disk.
         """
         self.finish(wait=True)
         building = building_of(path)
-        if dist.get_rank() == 0:
-            shutil.rmtree(building, ignore_errors=True)
-            building.mkdir(parents=True)
-        dist.barrier()
+        _agree(path, _failure_of(partial(_clear, building)) if dist.get_rank() == 0 else None)
         state = _sharded_state(model, optimizer, loading=False)
         state["progress"] = progress
         state["generators"] = _generators_of_all()
@@ -98,24 +101,28 @@ class Writer:
             async_sharded_save=True,
             async_strategy="mcore",
         )
+        _agree(path, _lack_of_room(building, request))
         live = _storages(model, optimizer) if copy else None
         self._pending = _Pending(path, progress, request, _write(request, live))
 
     def finish(self, *, wait: bool) -> bool:
         """Whether nothing is left to write: takes the next step once all ranks are ready for it.
 
-        A checkpoint that could not be written is given up with an error in the log.
+        Raises `Unwritable`, once, for a checkpoint that could not be written: it is given up.
         """
         if self._pending is None:
             return True
         while self._pending is not None:
             pending = self._pending
-            if not wait and not _everywhere(not pending.thread.is_alive()):
+            if not wait and not _everywhere(not pending.work.is_alive()):
                 return False
-            pending.thread.join()
+            pending.work.join()
             self._pending = None
-            if pending.request is not None:
-                self._pending = _index(pending)
+            if pending.request is None:
+                _agree(pending.path, pending.work.failure)
+            else:
+                _agree(pending.path, _index(pending.request))
+                self._pending = _last_part(pending)
         dist.barrier()
         return True
 
@@ -125,33 +132,88 @@ class _Pending:
     path: Path
     progress: dict[str, int]
     request: Any  # None once there is an index
-    thread: threading.Thread
+    work: "_Work"
 
 
-def _index(pending: _Pending) -> _Pending | None:
-    """Collective: which tensor lies where in the files of all ranks."""
+class _Work(threading.Thread):
+    """Begins at once, and remembers what it met on the disk."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self._do = do
+        self.failure: str | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.failure = _failure_of(self._do)
+
+
+def _failure_of(do: Callable[[], object]) -> str | None:
     try:
-        for finalize in pending.request.finalize_fns:
+        do()
+    except OSError as err:
+        return str(err)
+    return None
+
+
+def _agree(path: Path, failure: str | None) -> None:
+    """Collective: what failed on one rank ends this checkpoint on all."""
+    failures = [text.decode() for text in gather_bytes((failure or "").encode())]
+    if not any(failures):
+        return
+    error = Unwritable.at(path, next(text for text in failures if text))
+    log.error("checkpoint_not_written", error=str(error))
+    if dist.get_rank() == 0:
+        give_up(path)
+    dist.barrier()
+    raise error
+
+
+def _clear(building: Path) -> None:
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+
+
+def _lack_of_room(building: Path, request: Any) -> str | None:
+    """Collective: of what all ranks would write."""
+    num_bytes = sum(map(int, gather_bytes(str(_bytes_to_write(request)).encode())))
+    is_there = num_bytes <= shutil.disk_usage(building).free
+    return None if is_there else f"it has {num_bytes:,} bytes"
+
+
+def _bytes_to_write(request: Any) -> int:
+    """Of this rank's tensors."""
+    if request.async_fn is None:
+        return 0
+    buckets = request.async_fn_args[1]
+    return sum(tensor.nbytes for _, _, (_, found) in buckets for _, tensor in found)
+
+
+def _index(request: Any) -> str | None:
+    """Collective: which tensor lies where in the files of all ranks; or why a rank has none."""
+    try:
+        for finalize in request.finalize_fns:
             finalize()
     except CheckpointException as err:
-        log.exception("checkpoint_not_written", path=str(pending.path), error=str(err))
-        return None
+        causes = [f"rank {rank}: {failure[0]}" for rank, failure in err.failures.items()]
+        return "; ".join(causes) or "another rank could not write its part"
+    return None
+
+
+def _last_part(pending: _Pending) -> _Pending:
     work = partial(place, pending.path, pending.progress) if dist.get_rank() == 0 else _nothing
-    return replace(pending, request=None, thread=_thread(work))
+    return replace(pending, request=None, work=_Work(work))
 
 
 def place(path: Path, progress: dict[str, int]) -> None:
     """The job's state from beside, hashes of all files, and what was built has its name."""
     building, state = building_of(path), job_state_of(path)
-    try:
-        for file in state.iterdir() if state.exists() else ():
-            file.rename(building / file.name)
-        shutil.rmtree(state, ignore_errors=True)
-        save_integrity_manifest(str(building))
-        _declare_complete(building, progress)
-        put_in_place(path)
-    except OSError as err:
-        log.exception("checkpoint_not_written", path=str(path), error=str(err))
+    for file in state.iterdir() if state.exists() else ():
+        file.rename(building / file.name)
+    shutil.rmtree(state, ignore_errors=True)
+    save_integrity_manifest(str(building))
+    _declare_complete(building, progress)
+    put_in_place(path)
 
 
 def _declare_complete(building: Path, progress: dict[str, int]) -> None:
@@ -163,23 +225,17 @@ def _declare_complete(building: Path, progress: dict[str, int]) -> None:
     scratch.rename(building / COMPLETE_FILE)
 
 
-def _thread(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, name="checkpoint", daemon=True)
-    thread.start()
-    return thread
-
-
 def _nothing() -> None:
     return None
 
 
-def _write(request: Any, live: set[int] | None) -> threading.Thread:
+def _write(request: Any, live: set[int] | None) -> _Work:
     """Writes this rank's tensors; copies of those in `live` storages, if any will change meanwhile.
 
     From a device they come at once where there are `live` ones, and else one by one.
     """
     if request.async_fn is None:
-        return _thread(_nothing)
+        return _Work(_nothing)
     rank, buckets, *rest = request.async_fn_args
     tensors: list[Any] = [
         ((item, _on_host(tensor, live or set())) for item, tensor in found)
@@ -191,7 +247,7 @@ def _write(request: Any, live: set[int] | None) -> threading.Thread:
         (file, key, (blobs, found))
         for (file, key, (blobs, _)), found in zip(buckets, tensors, strict=True)
     ]
-    return _thread(partial(request.async_fn, rank, work, *rest, **request.async_fn_kwargs))
+    return _Work(partial(request.async_fn, rank, work, *rest, **request.async_fn_kwargs))
 
 
 def _on_host(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.disk import writing
 
 CHECKPOINTS = "checkpoints"
 COMPLETE_FILE = "complete.json"
@@ -31,6 +32,13 @@ def put_in_place(path: Path) -> None:
         path.rename(replaced)
     building_of(path).rename(path)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def give_up(path: Path) -> None:
+    """Free the space of what was begun for `path`; a whole one that lacks only its name stays."""
+    if not (building_of(path) / COMPLETE_FILE).exists():
+        shutil.rmtree(building_of(path), ignore_errors=True)
+    shutil.rmtree(job_state_of(path), ignore_errors=True)
 
 
 def settle(run_dir: Path) -> None:
@@ -64,6 +72,7 @@ def add_books(books: Books, path: Path) -> None:
     """Have the checkpoint that is written to `path` contain what stands in the books now: which
     prompts were drawn, which groups are open, which versions and steps there were. Blocks."""
     folder = job_state_of(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    books.copy_to(folder / BOOKS_FILE)
+    with writing(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        books.copy_to(folder / BOOKS_FILE)

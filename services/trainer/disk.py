@@ -10,23 +10,31 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from services.trainer.pausing import JobPaused
 
 _OF_SQLITE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 _OF_THE_SYSTEM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM_BYTES = 1 << 20
 
 
 class Unwritable(JobPaused):
     """A file could not be written; it is as it was before."""
 
-    def __init__(self, path: Path, cause: Exception) -> None:
-        free = shutil.disk_usage(path if path.is_dir() else path.parent).free
-        super().__init__(
+    @classmethod
+    def at(cls, path: Path, cause: object) -> Self:
+        there = next(place for place in (path, *path.absolute().parents) if place.is_dir())
+        free = shutil.disk_usage(there).free
+        return cls(
             f"{path} cannot be written: {cause} ({free:,} bytes are free there). Nothing is lost: "
             "make space and resume the job"
         )
+
+
+def has_no_room(path: Path) -> bool:
+    """Whether nothing that runs there can be expected to work: logs are not written any more."""
+    return shutil.disk_usage(path).free < _NO_ROOM_BYTES
 
 
 @contextmanager
@@ -36,11 +44,11 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except sqlite3.OperationalError as err:
         if err.sqlite_errorcode & 0xFF in _OF_SQLITE:
-            raise Unwritable(path, err) from err
+            raise Unwritable.at(path, err) from err
         raise
     except OSError as err:
         if err.errno in _OF_THE_SYSTEM:
-            raise Unwritable(Path(err.filename or path), err) from err
+            raise Unwritable.at(Path(err.filename or path), err) from err
         raise
 
 

@@ -9,13 +9,14 @@ converters use; their lists are merged, and no rank sees another one's bytes:
 A version without a manifest is unfinished. With a base, what changed since is written as well.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel
 from torch import Tensor
 
+from services.trainer.disk import Unwritable
 from services.trainer.ownership import fused_groups
 from services.trainer.shard_writer import ShardWriter, write_file
 from shared.errors import WeightsCorrupt
@@ -54,7 +55,8 @@ def export_version(
     `ownership.whole_tensors`). `directory` exists and is empty; of one host's ranks it is the same.
     A shard holds whole tensors and at most `max_shard_bytes`, unless one tensor is larger. `base`
     is the directory of an earlier version, against which a delta is made. WeightsCorrupt names the
-    rank and tensor that cannot be published; all ranks raise it.
+    rank and tensor that cannot be published, `Unwritable` a disk that has no room; all ranks raise
+    it.
     """
     version = Manifest(job_id=job_id, policy_version=policy_version, shards=[], tensors=[])
     writer = ShardWriter(
@@ -63,12 +65,14 @@ def export_version(
         prefix=f"part-{exchange.rank:05d}-",
         base=None if base is None else StoredVersion.open(base),
     )
-    mine, error = None, ""
+    mine, wrong, unwritten = None, "", ""
     try:
         mine = _export_own(tensors, writer, policy, version)
-    except (ValueError, OSError) as err:
-        error = str(err)
-    parts = _exchanged(exchange, mine, error)
+    except ValueError as err:
+        wrong = str(err)
+    except OSError as err:
+        unwritten = str(err)
+    parts = _exchanged(exchange, directory, _Part(manifest=mine, wrong=wrong, unwritten=unwritten))
     manifest = merge_parts(parts)
     _place(directory, writer.prefix, parts[exchange.rank], first_shards(parts)[exchange.rank])
     exchange.gather(b"placed")
@@ -91,15 +95,26 @@ def _export_own(
     return version.model_copy(update=found)
 
 
-def _exchanged(exchange: Exchange, part: Manifest | None, error: str) -> list[Manifest]:
+class _Part(BaseModel):
+    """What a rank has written, or why not."""
+
+    manifest: Manifest | None
+    wrong: str = ""
+    unwritten: str = ""
+
+
+def _exchanged(exchange: Exchange, directory: Path, mine: _Part) -> list[Manifest]:
     """All parts; an error of any rank is raised by every rank."""
-    mine = {"error": error, "part": None if part is None else part.model_dump(mode="json")}
-    bodies = [json.loads(body) for body in exchange.gather(json.dumps(mine).encode())]
-    for rank, body in enumerate(bodies):
-        if body["error"]:
-            where = f"rank {rank}: " if len(bodies) > 1 else ""
-            raise WeightsCorrupt(f"{where}{body['error']}")
-    return [Manifest.model_validate(body["part"]) for body in bodies]
+    bodies = exchange.gather(mine.model_dump_json().encode())
+    manifests: list[Manifest] = []
+    for rank, part in enumerate(map(_Part.model_validate_json, bodies)):
+        where = f"rank {rank}: " if len(bodies) > 1 else ""
+        if part.wrong:
+            raise WeightsCorrupt(f"{where}{part.wrong}")
+        if part.manifest is None:
+            raise Unwritable.at(directory, f"{where}{part.unwritten}")
+        manifests.append(part.manifest)
+    return manifests
 
 
 def _place(directory: Path, prefix: str, part: Manifest, first: int) -> None:

@@ -22,6 +22,7 @@ from services.trainer.checkpoint_folder import (
     complete_checkpoints,
     settle,
 )
+from services.trainer.disk import Unwritable, has_no_room
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.pausing import JobPaused
 from services.trainer.ranks import RankSet, RanksLost, RanksStalled
@@ -87,6 +88,7 @@ class RankKeeper:
         self._ranks: RankSet | None = None
         self._held: int | None = None  # the step whose weights they have, while that is certain
         self._is_closed = False
+        self._full: Unwritable | None = None  # a checkpoint met it: the job is to pause
         self._restarts = 0
         self._lost = counter("trainer_rank_restarts_total", "Times that the ranks were lost.")
         self._turn = asyncio.Lock()
@@ -220,10 +222,13 @@ class RankKeeper:
         return complete_checkpoints(self._run_dir)
 
     async def _insist(self, ask: Callable[[RankSet], Awaitable[T]]) -> T:
-        """Ask ranks in the right state, starting new ones as often as is reasonable."""
+        """Ask ranks in the right state, starting new ones as often as is reasonable. A checkpoint
+        that found no room is told to whoever asks next, and after that."""
         while True:
             if self._is_closed:
                 raise RanksLost("the job is ending")
+            if self._full is not None:
+                raise self._full
             try:
                 if self._held is None:
                     await self._drop_ranks()
@@ -233,6 +238,10 @@ class RankKeeper:
                 answer = await ask(self._ranks)
             except LeftForPause:
                 raise
+            except RemoteError as err:
+                if err.kind != Unwritable.__name__:
+                    raise
+                self._full = Unwritable(err.text)
             except RanksLost as err:
                 await self._drop_ranks()
                 self._restarts += 1
@@ -240,6 +249,8 @@ class RankKeeper:
                 if isinstance(err, RanksStalled):
                     self._record.note(self._events("ranks_stalled", **err.diagnosis.document()))
                 log.warning("ranks_lost", error=str(err), restarts_in_a_row=self._restarts)
+                if has_no_room(self._run_dir):
+                    raise Unwritable.at(self._run_dir, err) from err
                 if self._restarts > MAX_RESTARTS_IN_A_ROW or self._is_closed:
                     raise
                 self._record.note(self._events("rank_restarted", error=str(err)))

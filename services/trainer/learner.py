@@ -3,7 +3,8 @@
     conductor ──channel──> rank 0 ──broadcast──> all ranks ──> handler ──> rank 0 answers
 
 Every rank runs every operation, because most of them are collective. An error that leaves the rank
-as it was (`Rejected`, ValueError, WeightsCorrupt) is the answer; any other ends the process.
+as it was (`Rejected`, ValueError, WeightsCorrupt, `Unwritable`) is the answer; any other ends the
+process.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from services.trainer.disk import Unwritable
 from services.trainer.launch import (
     ADDRESS_VARIABLE,
     DETERMINISTIC_VARIABLE,
@@ -113,7 +115,7 @@ def _serve_one(
             operations.close()
         else:
             result = operations.run(op, payload)
-    except (Rejected, ValueError, WeightsCorrupt) as err:
+    except (Rejected, ValueError, WeightsCorrupt, Unwritable) as err:
         log.warning("operation_refused", op=op, error=str(err))
         error = err
     error = broadcast.first_error(error)

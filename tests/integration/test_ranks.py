@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.disk import Unwritable
 from services.trainer.entries import Draw
 from services.trainer.events import EventLog, event_maker
 from services.trainer.keeper import LeftForPause, RankKeeper, StepRefused
@@ -162,8 +163,12 @@ async def test_a_save_cut_short_by_kill_is_never_chosen(run: Run) -> None:
     kept.close()
     hashed = json.loads((folder / "step00000001" / "integrity.json").read_text())["files"]
     assert BOOKS_FILE in hashed
+    await run.step(3)
+    (folder / ".step00000003.building").touch()  # where the ranks need a folder
+    with pytest.raises(Unwritable, match=r"step00000003 cannot be written: .*File exists.* bytes"):
+        await run.keeper.save(3, wait=False)
     events = [body["name"] for _, body in run.books.journal(0)]
-    assert events == ["checkpoint_saved", "rank_restarted", "replayed"]
+    assert events == ["checkpoint_saved", "rank_restarted", "replayed"]  # no rank was lost for it
 
 
 async def test_killed_ranks_come_back_bit_equal(run: Run) -> None:

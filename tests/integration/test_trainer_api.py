@@ -486,7 +486,7 @@ async def test_a_job_that_meets_a_full_disk_pauses_once_that_can_be_stored(
     def end_later(store: JobStore, job_id: str, *outcome: Any) -> None:
         ends.append(job_id)
         if len(ends) < 3:
-            raise Unwritable(config.runs_dir, OSError("full"))
+            raise Unwritable.at(config.runs_dir, OSError("full"))
         end_job(store, job_id, *outcome)
 
     def fail(books: Books, *event: Any) -> None:

@@ -1,6 +1,9 @@
 """One whole training step of the Megatron actor against a plain PyTorch twin on the reference."""
 
+import errno
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from services.trainer import checkpoint
+from services.trainer.disk import Unwritable
 from services.trainer.engine.actor import Actor
 from services.trainer.megatron import cpu, parallel
 from services.trainer.megatron.tracker import MemoryTracker
@@ -437,6 +441,50 @@ def test_a_checkpoint_has_the_generators(
     monkeypatch.setattr(checkpoint, "_read", of_an_older_form)
     with pytest.raises(WeightsCorrupt, match="no generators"):
         checkpoint.load(tmp_path / "step1", **saved)
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "cause"),
+    [
+        (Path, "mkdir", "No space left on device"),
+        (os, "fsync", "rank 0: .*OSError"),
+        (checkpoint, "save_integrity_manifest", "No space left on device"),
+        (shutil, "disk_usage", r"it has [\d,]{7,} bytes"),
+    ],
+    ids=["before", "while it is written", "after", "too little room"],
+)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_that_finds_no_room_is_given_up_whole(
+    release: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    cause: str,
+    background: bool,
+) -> None:
+    actor = Actor(job(release))
+    saved: dict[str, Any] = {"model": actor.model, "optimizer": actor.optimizer}
+    progress, writer = {"step": 1, "policy_version": 1}, checkpoint.Writer()
+    little = shutil.disk_usage(tmp_path)._replace(free=100_000)
+
+    def write(background: bool) -> None:
+        writer.start(tmp_path / "step1", progress=progress, copy=background, **saved)
+        while not writer.finish(wait=not background):
+            pass
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, full if module is not shutil else lambda _: little)
+        with pytest.raises(Unwritable, match=rf"step1 cannot be written: .*{cause}.* \([\d,]+ b"):
+            write(background)
+    assert list(tmp_path.iterdir()) == []
+    assert writer.finish(wait=True)
+    write(background)
+    assert checkpoint.load(tmp_path / "step1", **saved) == progress
 
 
 def drawn() -> list[float]:

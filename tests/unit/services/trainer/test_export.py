@@ -1,15 +1,19 @@
 """One version from one source or from several, whole or as changes: always the same bytes."""
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from services.trainer import shard_writer
+from services.trainer.disk import Unwritable
 from services.trainer.export import Exchange, export_version
 from services.trainer.ownership import Piece, whole_tensors
 from shared.errors import WeightsCorrupt
@@ -61,7 +65,7 @@ class Team:
         def one(rank: int) -> None:
             try:
                 results[rank] = work(rank)
-            except WeightsCorrupt as err:
+            except (WeightsCorrupt, Unwritable) as err:
                 results[rank] = err
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
@@ -239,6 +243,30 @@ def test_an_error_of_one_rank_is_raised_by_all_with_the_tensor_and_the_rank(
     for error in team.run(rank):
         assert isinstance(error, WeightsCorrupt)
         assert "rank 1: layers.1.attn.wq_a.weight: NaN or infinity" in str(error)
+    assert not (tmp_path / MANIFEST_FILE).exists()
+
+
+def test_a_disk_without_room_for_one_part_is_told_by_all(
+    weights: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = Team(2)
+    write_file = shard_writer.write_file
+
+    def full(temporary: Path, *rest: Any) -> None:
+        if "part-00001" in temporary.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file(temporary, *rest)
+
+    monkeypatch.setattr(shard_writer, "write_file", full)
+
+    def rank(number: int) -> Manifest:
+        exchange = Exchange(number, lambda mine: team.meet(number, mine))  # type: ignore[arg-type,return-value]
+        mine = [key for index, key in enumerate(weights) if index % 2 == number]
+        return export({key: weights[key] for key in mine}, tmp_path, exchange=exchange)
+
+    for error in team.run(rank):
+        assert isinstance(error, Unwritable)
+        assert f"{tmp_path} cannot be written: rank 1: [Errno 28]" in str(error)
     assert not (tmp_path / MANIFEST_FILE).exists()
 
 

@@ -1,12 +1,14 @@
 import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.disk import Unwritable
 from services.trainer.entries import BooksViolated, Draw
 from services.trainer.events import EventLog, event_maker
 from services.trainer.keeper import MAX_RESTARTS_IN_A_ROW, RankKeeper, StepRefused
@@ -50,6 +52,8 @@ class Ranks:
         return {}
 
     async def save(self, step: int, path: Path, *, wait: bool) -> dict[str, Any]:
+        if self.world.is_full:
+            raise RemoteError("Unwritable", f"{path} cannot be written")
         os.makedirs(path)  # noqa: PTH103
         saved = {"step": step, "broken": step in self.world.broken}
         (path / "complete.json").write_text(json.dumps(saved))
@@ -73,6 +77,7 @@ class World:
         self.lose_at_score = False
         self.refuse: set[bytes] = set()
         self.broken: set[int] = set()
+        self.is_full = False
         self.hang: asyncio.Event | None = None
         self.late: asyncio.Event | None = None  # answers of steps that are taken
         self.started: list[Ranks] = []
@@ -162,6 +167,37 @@ async def test_ranks_that_die_again_and_again_are_given_up(world: World) -> None
         await world.train(1)
     assert len(world.started) == MAX_RESTARTS_IN_A_ROW + 1
     assert all(ranks.stopped for ranks in world.started)
+
+
+async def test_a_checkpoint_without_room_is_told_until_the_job_pauses(world: World) -> None:
+    """To whoever asks next, too: it may have been written in the background."""
+    await world.keeper.restore()
+    await world.train(1)
+    world.is_full = True
+    with pytest.raises(Unwritable, match="step00000001 cannot be written"):
+        await world.keeper.save(1)
+    world.is_full = False
+    world.commit(2)
+    with pytest.raises(Unwritable, match="step00000001 cannot be written"):
+        await world.keeper.train(2)
+    assert len(world.started) == 1
+    again = World(world.record.path.parent)  # the job is resumed
+    await again.keeper.restore()
+    assert again.started[0].trained == [b"1", b"2"]
+    again.record.close()
+    again.books.close()
+
+
+async def test_ranks_that_die_where_there_is_no_room_are_not_started_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.keeper.restore()
+    world.lose_at = [b"1"]
+    free = shutil.disk_usage(world.record.path.parent)._replace(free=4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(Unwritable, match=r"written: killed \(4,096 bytes are free there\)"):
+        await world.train(1)
+    assert len(world.started) == 1
 
 
 async def test_refused_step_leaves_the_ranks_as_they_were(world: World) -> None:
