@@ -146,11 +146,12 @@ def _update(version: int, server: str) -> tuple[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def put_samples(site: Site) -> list[str]:
+def put_samples(site: Site, **changed: Any) -> list[str]:
     """Three samples of one step; the names, as the list has them."""
     names = [f"{site.job_id}.g000001.{i}" for i in range(3)]
+    samples = [_sample(name, place) for place, name in enumerate(names)]
     shelf = SampleShelf(site.run_dir)
-    shelf.keep(3, [_sample(name, place) for place, name in enumerate(names)])
+    shelf.keep(3, [one.model_copy(update=changed) for one in samples])
     shelf.close()
     return names[::-1]  # furthest from the trainer first
 

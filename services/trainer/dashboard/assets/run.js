@@ -33,7 +33,7 @@ export class Run {
     for (const name of STAGES) this.steps["backlog_" + name] = [];
     this.steps.sampled_per_s = []; // tokens, all servers together
     this.steps.lag_tokens = []; // {lag: tokens}
-    this.rates = {}; // replica -> what it did a second during the last step
+    this.steps.rates = []; // {replica: what it did a second}
     this.evals = []; // sorted by step
   }
 
@@ -85,7 +85,7 @@ export class Run {
     const sampled = fields.sampled_tokens_per_s;
     this.steps.sampled_per_s[row] = sampled ? Object.values(sampled).reduce((sum, one) => sum + one, 0) : null;
     this.steps.lag_tokens[row] = fields.lag_tokens ?? null;
-    if (sampled) this.rates = { ...sampled, ...fields.graded_per_s };
+    this.steps.rates[row] = { ...sampled, ...fields.graded_per_s };
   }
 
   #evaluation(fields) {
@@ -115,6 +115,17 @@ export class Run {
       for (const [lag, tokens] of Object.entries(one ?? {})) found[lag] = (found[lag] ?? 0) + tokens;
     }
     return found;
+  }
+
+  // What each replica did a second over the last steps; nothing in a step counts as nothing.
+  rates(num = 10) {
+    const done = {};
+    const seconds = this.steps.step_seconds.slice(-num).map((one) => one ?? 0);
+    const all = seconds.reduce((sum, one) => sum + one, 0);
+    this.steps.rates.slice(-num).forEach((rates, i) => {
+      for (const [name, rate] of Object.entries(rates)) done[name] = (done[name] ?? 0) + (rate * seconds[i]) / (all || 1);
+    });
+    return done;
   }
 
   // Who waits for whom, over the last steps: a sentence, or null while nobody can say.

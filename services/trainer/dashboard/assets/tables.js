@@ -51,23 +51,38 @@ export function tiles(run, steps) {
 }
 
 export function servers(replicas, run) {
+  const rates = run?.rates() ?? {};
+  const newest = Math.max(...replicas.map((replica) => replica.policy_version ?? 0));
   const rows = replicas.map((replica) => {
     const update = run?.updates[replica.name];
     return [
       replica.name,
       replica.engine || replica.service,
-      element("span", words(replica.state), "state " + replica.state),
-      replica.policy_version ?? "–",
+      state(replica),
+      version(replica, newest),
       update?.pause_s === undefined ? "–" : `${(1000 * update.pause_s).toFixed(0)} ms`,
       number(update?.probe_mean_abs_delta),
-      rate(replica, run),
+      rate(replica, rates[replica.name]),
     ];
   });
-  return table(["server", "engine", "state", "version", "last pause", "last probe |Δ log p|", "last step"], rows);
+  return table(["server", "engine", "state", "version", "last pause", "last probe |Δ log p|", "last 10 steps"], rows);
 }
 
-function rate(replica, run) {
-  const value = run?.rates[replica.name];
+function state(replica) {
+  const made = element("span");
+  made.append(element("span", words(replica.state) + (replica.gave_up ? ", gave up" : ""), "state " + replica.state));
+  if (replica.trouble) made.append(element("small", cut(replica.trouble), "trouble warning"));
+  return made;
+}
+
+// One behind is a server that updates; more is one to look after.
+function version(replica, newest) {
+  const behind = newest - replica.policy_version;
+  if (replica.policy_version === null || replica.policy_version === undefined || behind < 2) return replica.policy_version;
+  return element("span", `${replica.policy_version}, ${behind} behind`, "warning");
+}
+
+function rate(replica, value) {
   if (value === undefined) return "–";
   return `${number(value)} ${replica.service === "reward" ? "samples" : "tokens"}/s`;
 }

@@ -54,6 +54,17 @@ def test_moving_average_skips_gaps(tmp_path: Path) -> None:
     assert evaluate(tmp_path, "run", script) == [1, 1.5, 1.5, 3, 4.5]
 
 
+def test_a_server_that_did_nothing_in_the_last_step_keeps_its_rate(tmp_path: Path) -> None:
+    script = """
+      const run = new page.Run();
+      const told = [[1, {a: 8, b: 4}], [3, {a: 8}], [4, {}]];
+      told.forEach(([step_seconds, sampled_tokens_per_s], i) =>
+        run.add({name: "step", fields: {step: i, step_seconds, sampled_tokens_per_s}}, i + 1));
+      answer = [run.rates(), new page.Run().rates()];
+    """
+    assert evaluate(tmp_path, "run", script) == [{"a": 4, "b": 0.5}, {}]
+
+
 def test_fit_lags_and_waiting_are_told(tmp_path: Path) -> None:
     script = """
       const run = new page.Run();
@@ -62,7 +73,7 @@ def test_fit_lags_and_waiting_are_told(tmp_path: Path) -> None:
         lag_tokens: {0: 30, 1: 10}, sampled_tokens_per_s: {"rollout-0": 5, "rollout-1": 6},
         graded_per_s: {"reward-0": 2}, backlog: {prompts: 1, rollouts: 4, groups: 0}}}, step);
       answer = [run.fit("reward_raw").map((y) => Number(y.toFixed(6))), run.lags(),
-                run.steps.sampled_per_s[4], run.rates, run.waits()];
+                run.steps.sampled_per_s[4], run.rates(), run.waits()];
     """
     fit, lags, sampled, rates, waits = evaluate(tmp_path, "run", script)
     assert fit == [0.1, 0.2, 0.3, 0.4, 0.5]
