@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from services.cli.progress import JobView
+from services.cli.server_news import ServerNews
 from services.client import JobStatus, TandemClient
 from shared.errors import HttpFailed
 from shared.registry import Replica
@@ -33,10 +34,12 @@ async def watch_job(
     *,
     after: int = 0,
     notes: Notes = dict,
+    tell_servers: bool = False,
 ) -> JobView:
-    """Show the job until it has ended or is paused."""
+    """Show the job until it has ended or is paused; `tell_servers`: also who comes and goes."""
     view = JobView(job_id, steps=(await first_answer(client, job_id)).steps)
-    async with _shown(client, view, console, notes) as tell:
+    news = ServerNews() if tell_servers else None
+    async with _shown(client, view, console, notes, news) as tell:
 
         def silent() -> None:
             tell(_silence(client))
@@ -54,13 +57,18 @@ async def watch_job(
 
 @contextlib.asynccontextmanager
 async def _shown(
-    client: TandemClient, view: JobView, console: Console, notes: Notes
+    client: TandemClient, view: JobView, console: Console, notes: Notes, news: ServerNews | None
 ) -> AsyncIterator[Callable[[str], None]]:
     """A redrawn block on a terminal, plain lines elsewhere; yields how to tell a line."""
-    if not console.is_terminal:
-        yield lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
-        return
     servers: list[Replica] = []
+    if not console.is_terminal:
+
+        def tell_plainly(line: str) -> None:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+        async with _asking(client, servers, news, tell_plainly):
+            yield tell_plainly
+        return
     with Live(console=console, auto_refresh=False, transient=False) as live:
 
         def draw() -> None:
@@ -71,13 +79,12 @@ async def _shown(
                 live.console.print(line, highlight=False, markup=False)
             draw()
 
-        asking = asyncio.create_task(_ask_servers(client, servers))
         drawing = asyncio.create_task(_redraw(draw))
         try:
-            yield tell
+            async with _asking(client, servers, news, tell):
+                yield tell
         finally:
             await end(drawing)
-            await end(asking)
             draw()
 
 
@@ -87,11 +94,28 @@ async def _redraw(draw: Callable[[], None]) -> None:
         await asyncio.sleep(_REDRAW_S)
 
 
-async def _ask_servers(client: TandemClient, servers: list[Replica]) -> None:
-    while True:
-        with contextlib.suppress(HttpFailed):  # away for a moment: the last states stay
-            servers[:] = await client.servers()
-        await asyncio.sleep(_ASK_SERVERS_S)
+@contextlib.asynccontextmanager
+async def _asking(
+    client: TandemClient,
+    servers: list[Replica],
+    news: ServerNews | None,
+    tell: Callable[[str], None],
+) -> AsyncIterator[None]:
+    """Keeps `servers` as they are now, and tells the news of them."""
+
+    async def ask() -> None:
+        while True:
+            with contextlib.suppress(HttpFailed):  # away for a moment: the last states stay
+                servers[:] = await client.servers()
+                for line in news.look(servers) if news else ():
+                    tell(line)
+            await asyncio.sleep(_ASK_SERVERS_S)
+
+    asking = asyncio.create_task(ask())
+    try:
+        yield
+    finally:
+        await end(asking)
 
 
 async def first_answer(client: TandemClient, job_id: str) -> JobStatus:
@@ -130,7 +154,7 @@ async def follow_job(trainer: str, job_id: str, *, as_json: bool) -> int:
 async def _follow(trainer: str, job_id: str, *, as_json: bool) -> int:
     async with TandemClient(trainer, patience_s=PATIENCE_S) as client:
         if not as_json:
-            view = await watch_job(client, job_id, Console())
+            view = await watch_job(client, job_id, Console(), tell_servers=True)
             return 0 if view.state == "finished" else 1
         await first_answer(client, job_id)
         async for numbered in client.events(job_id, on_silence=lambda: _tell_silence(client)):
