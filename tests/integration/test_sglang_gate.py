@@ -55,7 +55,11 @@ async def test_a_score_that_reached_the_server_after_the_pause_is_of_the_old_ver
         np.testing.assert_allclose(found[0], reference_logprobs(OLD, PROBE[0]), atol=1e-5)
 
 
-async def test_a_pause_does_not_wait_for_a_call_that_came_after_it(tmp_path: Path) -> None:
+async def test_a_pause_does_not_wait_for_a_call_that_came_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks again soon at first; the longest time between two looks is for slow servers."""
+    monkeypatch.setattr(gate, "_AWAY_S", (0.1, 60.0))
     async with attached(FakeServer(), tmp_path) as world:
         old = await world.activate(OLD)
         world.fake.is_next_late = True
@@ -73,7 +77,7 @@ async def test_a_server_whose_calls_do_not_come_home_is_not_left_paused(
 ) -> None:
     """The update or the pause fails, and the old version is sampled as before."""
     monkeypatch.setattr(gate, "_HOME_S", 0.2)
-    monkeypatch.setattr(gate, "_AWAY_S", 0.1)
+    monkeypatch.setattr(gate, "_AWAY_S", (0.1, 0.1))
     async with attached(FakeServer(), tmp_path) as world:
         old = await world.activate(OLD)
         world.fake.endless, world.fake.is_deaf = frozenset({0}), True

@@ -42,7 +42,7 @@ log = structlog.get_logger()
 
 _HOME_S = 60.0  # for running sequences to come back when told to
 _PAUSED_S = 20.0  # the same where somebody waits for the pause
-_AWAY_S = 1.0  # and then a call may wait on the server, which it reached after the pause
+_AWAY_S = (0.1, 1.0)  # first and longest: then a call waits that reached the server after the pause
 _CALL_S = 1800.0
 _ABORT_AGAIN_S = 1.0
 _SCORE_TRIES = 8
@@ -191,10 +191,12 @@ class SGLangEngine:
         to go on. So it is let in, under the weights that it asked for, and then cut short.
         """
         client, ends_s = self.server.client, time.monotonic() + limit_s
+        patience_s, longest_s = _AWAY_S
         await client.pause("abort")
-        while not await wait_for_event(self._idle, _AWAY_S):
+        while not await wait_for_event(self._idle, patience_s):
             if time.monotonic() > ends_s:
                 raise self._not_home(limit_s)
+            patience_s = min(2 * patience_s, longest_s)
             log.info("sglang_calls_are_late", calls=len(self._calls))
             await client.go_on()
             await client.pause("abort")
