@@ -33,6 +33,7 @@ export class Run {
     for (const name of STAGES) this.steps["backlog_" + name] = [];
     this.steps.sampled_per_s = []; // tokens, all servers together
     this.steps.lag_tokens = []; // {lag: tokens}
+    this.steps.num_steps = []; // that a row stands for: several of a long run's overview
     this.steps.rates = []; // {replica: what it did a second}
     this.evals = []; // sorted by step
   }
@@ -78,6 +79,7 @@ export class Run {
     this.rowOfStep.set(fields.step, row);
     this.steps.step[row] = fields.step;
     for (const name of STEP_FIELDS) this.steps[name][row] = fields[name] ?? null;
+    this.steps.num_steps[row] = fields.num_steps ?? 1;
     for (const name of TIMED) this.steps["seconds_" + name][row] = fields.seconds?.[name] ?? 0;
     const timed = TIMED.reduce((sum, name) => sum + this.steps["seconds_" + name][row], 0);
     this.steps.seconds_other[row] = Math.max(0, (fields.step_seconds ?? timed) - timed);
@@ -108,10 +110,17 @@ export class Run {
     return this.steps.step.map((x) => y0 + slope * (x - x0));
   }
 
+  // The first of the rows that the last `num` steps are in.
+  #rowOfLast(num) {
+    let row = this.steps.step.length;
+    for (let steps = 0; row > 0 && steps < num; row--) steps += this.steps.num_steps[row - 1];
+    return row;
+  }
+
   // Response tokens of the last steps by how many versions behind they were sampled.
   lags(num = 100) {
     const found = {};
-    for (const one of this.steps.lag_tokens.slice(-num)) {
+    for (const one of this.steps.lag_tokens.slice(this.#rowOfLast(num))) {
       for (const [lag, tokens] of Object.entries(one ?? {})) found[lag] = (found[lag] ?? 0) + tokens;
     }
     return found;
@@ -119,10 +128,10 @@ export class Run {
 
   // What each replica did a second over the last steps; nothing in a step counts as nothing.
   rates(num = 10) {
-    const done = {};
-    const seconds = this.steps.step_seconds.slice(-num).map((one) => one ?? 0);
+    const done = {}, from = this.#rowOfLast(num);
+    const seconds = this.steps.step_seconds.slice(from).map((one, i) => (one ?? 0) * this.steps.num_steps[from + i]);
     const all = seconds.reduce((sum, one) => sum + one, 0);
-    this.steps.rates.slice(-num).forEach((rates, i) => {
+    this.steps.rates.slice(from).forEach((rates, i) => {
       for (const [name, rate] of Object.entries(rates)) done[name] = (done[name] ?? 0) + (rate * seconds[i]) / (all || 1);
     });
     return done;

@@ -65,6 +65,20 @@ def test_a_server_that_did_nothing_in_the_last_step_keeps_its_rate(tmp_path: Pat
     assert evaluate(tmp_path, "run", script) == [{"a": 4, "b": 0.5}, {}]
 
 
+def test_a_row_of_an_overview_counts_as_the_steps_that_it_stands_for(tmp_path: Path) -> None:
+    script = """
+      const run = new page.Run();
+      const told = [[10, 90, 9], [10, 60, 3], [1, 5, 7]];
+      told.forEach(([num_steps, tokens, rate], i) => run.add({name: "step", fields: {
+        step: i, num_steps, step_seconds: 1, lag_tokens: {0: tokens},
+        sampled_tokens_per_s: {a: rate}}}, i + 1));
+      answer = [run.lags(11), run.lags(12), run.rates(1), run.rates(10)];
+    """
+    lags, more, last, ten = evaluate(tmp_path, "run", script)
+    assert (lags, more) == ({"0": 65}, {"0": 155})
+    assert (last, ten["a"]) == ({"a": 7}, pytest.approx(37 / 11))
+
+
 def test_fit_lags_and_waiting_are_told(tmp_path: Path) -> None:
     script = """
       const run = new page.Run();
