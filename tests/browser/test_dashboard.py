@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 from shared import topology
 from shared.dead_letters import letter_fields
 from shared.job import Job
+from shared.registry import Replica, register
 from tests.browser.pages import (
     ALL_STEPS,
     CHROMIUM,
@@ -88,6 +89,23 @@ async def test_a_job_without_steps_has_charts_that_say_so(chromium: Browser, ser
     served.tell(step(1))
     await expect(charts.first.locator(".u-value").first).to_have_text("1")
     await expect(charts.nth(1)).not_to_have_class("empty")
+    assert seen.errors == []
+
+
+async def test_jobs_beyond_the_buttons_are_chosen_from_a_list(
+    chromium: Browser, served: Site, job: Job
+) -> None:
+    seen = await Seen.open(chromium, served.url)
+    page = seen.page
+    await expect(page.locator("#name")).to_have_text(served.job_id)
+    await expect(page.locator("#older")).to_be_hidden()
+    for _ in range(9):
+        served.app.state.store.add(job)
+    await expect(page.locator("#jobs button")).to_have_count(8)
+    await expect(page.locator("#older option").first).to_have_text("2 older")
+    await page.locator("#older").select_option(served.job_id)
+    await expect(page.locator("#name")).to_have_text(served.job_id)
+    assert await page.evaluate("location.hash") == f"#{served.job_id}"
     assert seen.errors == []
 
 
@@ -231,6 +249,25 @@ async def test_only_who_makes_the_trainer_wait_most_of_a_step_is_the_narrow_plac
         "The trainer waits for groups 60 % of a step, while 1.0 groups are with the samplers and "
         "16.0 with the graders: grading is the narrow place.",
     ]
+
+
+async def test_a_server_behind_is_marked_unless_an_evaluation_holds_it(
+    chromium: Browser, served: Site, redis: Redis
+) -> None:
+    for name, version in [("rollout-0", 9), ("rollout-1", 8), ("rollout-2", 3)]:
+        server = Replica(
+            service="rollout", name=name, url="http://x", pid=1, policy_version=version
+        )
+        await register(redis, server)
+    asked = {"eval_id": "e3", "policy_version": 3, "replica": "rollout-2"}
+    served.tell(("eval_requested", asked))
+    seen = await Seen.open(chromium, served.url)
+    versions = seen.page.locator("#servers tbody td:nth-child(4)")
+    await expect(versions).to_have_text(["9", "8", "3, 6 behind: evaluated"])
+    await expect(versions.last.locator(".warning")).to_have_count(0)
+    served.tell(("eval_failed", {"eval_id": "e3"}))
+    await expect(versions.last.locator(".warning")).to_have_text("3, 6 behind")
+    assert seen.errors == []
 
 
 async def test_dead_letters_tell_their_reason_and_are_queued_again(

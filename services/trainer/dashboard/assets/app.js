@@ -13,6 +13,7 @@ import * as tables from "./tables.js";
 import { drawWishes, setUpWishes } from "./wishes.js";
 
 const POLL_MS = 3000, DRAW_MS = 250, RECONNECT_MS = 2000;
+const SHOWN_JOBS = 8;
 const ENDED = new Set(["finished", "failed", "cancelled", "paused"]);
 const find = (id) => document.getElementById(id);
 
@@ -73,7 +74,8 @@ async function requeue(stage, ids) {
 }
 
 function drawJobs() {
-  const buttons = jobs.slice(-8).reverse().map((job) => {
+  drawOlder();
+  const buttons = jobs.slice(-SHOWN_JOBS).reverse().map((job) => {
     const button = document.createElement("button");
     button.textContent = job.job_id;
     button.title = job.state;
@@ -85,6 +87,16 @@ function drawJobs() {
   if (!find("jobs").contains(document.activeElement)) find("jobs").replaceChildren(...buttons);
   find("empty").hidden = jobs.length > 0;
   find("job").hidden = jobs.length === 0;
+}
+
+// Jobs beyond the buttons; not while somebody chooses among them.
+function drawOlder() {
+  const older = jobs.slice(0, -SHOWN_JOBS).reverse(), list = find("older");
+  list.hidden = older.length === 0;
+  if (list === document.activeElement) return;
+  const label = new Option(`${older.length} older`, "");
+  list.replaceChildren(label, ...older.map((job) => new Option(`${job.job_id} (${job.state})`, job.job_id)));
+  list.value = older.some((job) => job.job_id === shown?.id) ? shown.id : "";
 }
 
 async function chooseJob() {
@@ -196,6 +208,7 @@ function drawTitle(job, run) {
 addEventListener("hashchange", chooseJob);
 setUpWishes(pollJobs);
 find("phases").replaceChildren(...tables.phases());
+find("older").onchange = () => { if (find("older").value) location.hash = find("older").value; };
 find("new").onclick = () => openForm((id) => { location.hash = id; });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => shown && charts.build(shown.run));
 poll();

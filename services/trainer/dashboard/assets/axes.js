@@ -41,7 +41,7 @@ export function logarithmicTicks(min, max) {
 // Of those label some of each decade, or 1 alone where there are many, and few of very many.
 export function labelledTicks(ticks) {
   const decades = Math.log10(ticks.at(-1) / ticks[0]);
-  const digits = decades > 4.5 ? [1] : decades < 1 ? [1, 2, 3, 5] : [1, 2, 5];
+  const digits = decades > 3 ? [1] : decades < 1 ? [1, 2, 3, 5] : [1, 2, 5];
   const every = Math.max(1, Math.ceil(decades / 8));
   return ticks.map((tick) => (digits.includes(leading(tick)) && exponent(tick) % every === 0 ? tick : null));
 }

@@ -36,6 +36,7 @@ export class Run {
     this.steps.num_steps = []; // that a row stands for: several of a long run's overview
     this.steps.rates = []; // {replica: what it did a second}
     this.evals = []; // sorted by step
+    this.held = {}; // replica -> the evaluation that it keeps an older version for
   }
 
   // The overview of a long run: everything but single groups, whose numbers come as counts.
@@ -56,7 +57,9 @@ export class Run {
   #apply(event) {
     const fields = event.fields ?? {};
     if (event.name === "step") this.#step(fields);
-    else if (event.name === "eval_finished") this.#evaluation(fields);
+    else if (event.name === "eval_requested") this.held[fields.replica] = fields.eval_id;
+    else if (event.name === "eval_finished") { this.#evaluation(fields); this.#release(fields.eval_id); }
+    else if (event.name === "eval_failed") this.#release(fields.eval_id);
     else if (event.name === "group_dropped") this.dropped[fields.reason] = (this.dropped[fields.reason] ?? 0) + 1;
     else if (event.name === "update_committed") { this.updates[fields.server] = fields; this.#update(event); }
     else if (event.name === "update_failed") this.#update(event);
@@ -88,6 +91,10 @@ export class Run {
     this.steps.sampled_per_s[row] = sampled ? Object.values(sampled).reduce((sum, one) => sum + one, 0) : null;
     this.steps.lag_tokens[row] = fields.lag_tokens ?? null;
     this.steps.rates[row] = { ...sampled, ...fields.graded_per_s };
+  }
+
+  #release(evaluation) {
+    this.held = Object.fromEntries(Object.entries(this.held).filter(([, id]) => id !== evaluation));
   }
 
   #evaluation(fields) {

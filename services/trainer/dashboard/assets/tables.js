@@ -59,7 +59,7 @@ export function servers(replicas, run) {
       replica.name,
       replica.engine || replica.service,
       state(replica),
-      version(replica, newest),
+      version(replica, newest, run?.held[replica.name]),
       update?.pause_s === undefined ? "–" : `${(1000 * update.pause_s).toFixed(0)} ms`,
       number(update?.probe_mean_abs_delta),
       rate(replica, rates[replica.name]),
@@ -75,11 +75,12 @@ function state(replica) {
   return made;
 }
 
-// One behind is a server that updates; more is one to look after.
-function version(replica, newest) {
+// One behind is a server that updates; more is one that an evaluation holds, or one to look after.
+function version(replica, newest, held) {
   const behind = newest - replica.policy_version;
   if (replica.policy_version === null || replica.policy_version === undefined || behind < 2) return replica.policy_version;
-  return element("span", `${replica.policy_version}, ${behind} behind`, "warning");
+  const told = `${replica.policy_version}, ${behind} behind`;
+  return held ? element("span", `${told}: evaluated`, "soft") : element("span", told, "warning");
 }
 
 function rate(replica, value) {
