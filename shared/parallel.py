@@ -64,9 +64,11 @@ class Layout:
         others = asked.count(None)
         if left < others or (left % others if others else left):
             shown = ", ".join("?" if size is None else str(size) for size in asked)
+            last = balanced_last_stage(num_layers, self.pipeline)
             raise ValueError(
                 f"{num_layers} layers do not make {self.pipeline} pipeline stages of [{shown}]: "
                 f"{left} layers are left for {others} equal stages"
+                + (f"; last_stage_layers {last} alone would leave equal ones" if last else "")
             )
         return tuple(size or left // others for size in asked)
 

@@ -43,7 +43,7 @@ from services.trainer.checkpoint_folder import (
     job_state_of,
     put_in_place,
 )
-from services.trainer.disk import Unwritable
+from services.trainer.disk import Unwritable, has_room
 from services.trainer.engine.agreement import gather_bytes
 from services.trainer.megatron.optimizer import separate_steps
 from shared.errors import WeightsCorrupt
@@ -177,8 +177,7 @@ def _clear(building: Path) -> None:
 def _lack_of_room(building: Path, request: Any) -> str | None:
     """Collective: of what all ranks would write."""
     num_bytes = sum(map(int, gather_bytes(str(_bytes_to_write(request)).encode())))
-    is_there = num_bytes <= shutil.disk_usage(building).free
-    return None if is_there else f"it has {num_bytes:,} bytes"
+    return None if has_room(building, num_bytes) else f"it has {num_bytes:,} bytes"
 
 
 def _bytes_to_write(request: Any) -> int:

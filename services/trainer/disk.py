@@ -16,7 +16,6 @@ from services.trainer.pausing import JobPaused
 
 _OF_SQLITE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 _OF_THE_SYSTEM = (errno.ENOSPC, errno.EDQUOT)
-_NO_ROOM_BYTES = 1 << 20
 
 
 class Unwritable(JobPaused):
@@ -32,9 +31,10 @@ class Unwritable(JobPaused):
         )
 
 
-def has_no_room(path: Path) -> bool:
-    """Whether nothing that runs there can be expected to work: logs are not written any more."""
-    return shutil.disk_usage(path).free < _NO_ROOM_BYTES
+def has_room(path: Path, num_bytes: int) -> bool:
+    """In a folder. File systems that do not tell their size have room."""
+    space = shutil.disk_usage(path)
+    return not space.total or num_bytes <= space.free
 
 
 @contextmanager

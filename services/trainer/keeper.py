@@ -22,7 +22,7 @@ from services.trainer.checkpoint_folder import (
     complete_checkpoints,
     settle,
 )
-from services.trainer.disk import Unwritable, has_no_room
+from services.trainer.disk import Unwritable, has_room
 from services.trainer.events import EventLog, EventMaker
 from services.trainer.pausing import JobPaused
 from services.trainer.ranks import RankSet, RanksLost, RanksStalled
@@ -37,6 +37,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 StartRanks = Callable[[], Awaitable[RankSet]]
 MAX_RESTARTS_IN_A_ROW = 3
+ROOM_OF_LOGS_BYTES = 1 << 20  # with less, ranks can be expected to die again
 STOP_S = 30.0  # that ranks may take to be gone while they come up
 
 
@@ -249,7 +250,7 @@ class RankKeeper:
                 if isinstance(err, RanksStalled):
                     self._record.note(self._events("ranks_stalled", **err.diagnosis.document()))
                 log.warning("ranks_lost", error=str(err), restarts_in_a_row=self._restarts)
-                if has_no_room(self._run_dir):
+                if not has_room(self._run_dir, ROOM_OF_LOGS_BYTES):
                     raise Unwritable.at(self._run_dir, err) from err
                 if self._restarts > MAX_RESTARTS_IN_A_ROW or self._is_closed:
                     raise

@@ -410,6 +410,7 @@ async def test_a_stopped_job_goes_on_on_another_layout(trainer: Trainer) -> None
     assert job["actor"]["max_tokens_per_gpu"] == 4096
     assert job["actor"]["optimizer"]["offload"] == {"fraction": 0.5, "overlap": True}
     assert job["steps"] == 2
+    assert (len(job["actor"]["kernels"]), set(job["actor"]["kernels"].values())) == (7, {"torch"})
 
 
 async def test_the_report_of_a_paused_job_says_so_when_it_is_cancelled(trainer: Trainer) -> None:
