@@ -8,10 +8,12 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_ENV = ROLLOUT_SGLANG__PYTHON=$(abspath $(SGLANG_VENV)/bin/python) ROLLOUT_SGLANG__PLATFORM=cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sglang real-data test test-fast test-gpu test-sglang test-compose wheels check format bench policy clean
+.PHONY: help install demo demo-sglang real-data test test-fast test-gpu test-sglang test-compose wheels check format bench policy clean
 
 help:             ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(VENV)/.runtime  ## what the services need, into .venv; the other targets do it, too
 
 demo: $(VENV)/.runtime  ## train the tiny policy on this machine; DEMO_ARGS="--steps 20 --seed 1"
 	@$(BIN)/python -m services.cli demo $(DEMO_ARGS)
@@ -34,10 +36,10 @@ test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.installed  ## with a real SGLang serve
 test-compose: $(VENV)/.dev wheels  ## the stack in containers; needs a Docker engine
 	$(BIN)/python -m pytest -q tests/compose $(TEST_ARGS)
 
-wheels: $(VENV)/bin/python  ## torch's CPU build for images, where pip finds it
+wheels: $(VENV)/bin/python  ## torch's CPU build for the images' Python 3.11, where pip finds it
 	@ls docker/wheels/torch-*.whl >/dev/null 2>&1 || \
 	  $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
-	    -c requirements/constraints.txt -d docker/wheels torch
+	    --only-binary=:all: --python-version 3.11 -c requirements/constraints.txt -d docker/wheels torch
 
 demo-sglang: $(VENV)/.runtime $(SGLANG_VENV)/.installed  ## a small demo job sampled by SGLang
 	@$(SGLANG_ENV) $(BIN)/python -m services.cli demo --job configs/demo-sglang.toml $(DEMO_ARGS)

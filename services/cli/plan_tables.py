@@ -107,8 +107,12 @@ def _verdict(found: Plan, advice: Advice | None) -> Iterator[str]:
         yield f"[red]does not fit[/red]: {problem}"
     if found.fits:
         spare = found.headroom_bytes
-        room = "no GPU memory was given" if spare is None else f"{_gb(spare)} GB to spare"
-        yield f"[green]fits[/green]: {room} on the fullest GPU (stage {found.fullest.number})"
+        stage = found.fullest.number
+        yield (
+            f"the fullest GPU is one of stage {stage}; whether it fits is said with --gpu-memory GB"
+            if spare is None
+            else f"[green]fits[/green]: {_gb(spare)} GB to spare on the fullest GPU (stage {stage})"
+        )
         if found.setup.offload:
             experts = max(stage.host.experts for stage in found.stages)
             yield (

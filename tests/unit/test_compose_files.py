@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+NODES = "compose.multinode.yaml"
 SITE = {
     "BROKER_PASSWORD": "secret",
     "SITE_HEAD": "10.0.0.1",
@@ -92,20 +93,31 @@ def test_a_stop_is_given_longer_than_both_drains() -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_node_runs_the_services_of_its_role_on_its_own_network(role: str) -> None:
-    found = services(role, SITE, file="compose.multinode.yaml")
+    found = services(role, SITE, file=NODES)
     assert set(found) == ROLES[role]
     assert {one["network_mode"] for one in found.values()} == {"host"}
 
 
 @pytest.mark.parametrize(
     ("file", "name"),
-    [("compose.yaml", "BROKER_PASSWORD"), *(("compose.multinode.yaml", name) for name in SITE)],
+    [("compose.yaml", "BROKER_PASSWORD"), *((NODES, name) for name in SITE)],
 )
 def test_a_variable_that_must_be_set_fails_with_its_name(file: str, name: str) -> None:
     given = {key: value for key, value in SITE.items() if key != name}
     done = config("head", given, file=file)
     assert done.returncode != 0
     assert name in done.stderr
+
+
+@pytest.mark.parametrize(("file", "profile"), [("compose.yaml", "cpu"), (NODES, "head")])
+def test_the_broker_refuses_a_password_that_would_break_its_address(
+    file: str, profile: str
+) -> None:
+    command = services(profile, SITE, file=file)["broker"]["command"]
+    argv = [word.replace("$$", "$") for word in command]
+    given = {"PATH": os.environ["PATH"], "BROKER_PASSWORD": "a@b"}
+    done = subprocess.run(argv, env=given, capture_output=True, text=True, check=False, timeout=10)
+    assert (done.returncode, done.stderr) == (1, "BROKER_PASSWORD: letters and digits only\n")
 
 
 @pytest.mark.parametrize("profile", [*PROFILES, "observability"])
