@@ -219,6 +219,20 @@ async def test_the_form_shows_errors_at_their_fields_and_submits(
     assert all("422" in error for error in seen.errors)  # the browser tells refused requests
 
 
+async def test_the_form_opens_without_presets_and_says_why_there_are_none(
+    chromium: Browser, served: Site
+) -> None:
+    seen = await Seen.open(chromium, served.url)
+    await seen.page.route("**/v1/presets", lambda route: route.abort())
+    await seen.page.locator("#new").click()
+    await expect(seen.page.locator("#form-errors")).to_contain_text("the trainer does not answer")
+    await seen.page.locator("#close").click()
+    await seen.page.unroute("**/v1/presets")
+    await seen.page.locator("#new").click()
+    await expect(seen.page.locator('input[name="steps"]')).not_to_have_value("")
+    await expect(seen.page.locator("#form-errors")).to_be_empty()
+
+
 async def test_only_who_makes_the_trainer_wait_most_of_a_step_is_the_narrow_place(
     chromium: Browser, served: Site
 ) -> None:
@@ -282,10 +296,16 @@ async def test_dead_letters_tell_their_reason_and_are_queued_again(
     seen = await Seen.open(chromium, served.url)
     row = seen.page.locator("#letters tbody tr")
     await expect(row).to_contain_text("PromptGroup: not msgpack")
-    await row.get_by_role("button", name="queue again").click()
+    again = row.get_by_role("button", name="queue again")
+    await seen.page.route("**/requeue", lambda route: route.abort())
+    await again.click()
+    await expect(row).to_contain_text("the trainer does not answer")
+    await expect(again).to_be_enabled()
+    await seen.page.unroute("**/requeue")
+    await again.click()
     await expect(seen.page.locator("#letters")).to_have_text("none")
     assert await redis.xlen(stream) == 1
-    assert seen.errors == []
+    assert all("ERR_FAILED" in error for error in seen.errors)  # the browser tells the first
 
 
 async def test_samples_are_walked_by_keyboard_and_coloured_both_ways(

@@ -63,14 +63,17 @@ function drawLetters() {
   find("letters").replaceChildren(tables.letters(letters, requeue));
 }
 
+// Why it was refused, or nothing.
 async function requeue(stage, ids) {
-  await fetch(`/v1/jobs/${encodeURIComponent(shown.id)}/dead-letters/requeue`, {
+  const answer = await fetch(`/v1/jobs/${encodeURIComponent(shown.id)}/dead-letters/requeue`, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ stage, dead_ids: ids }),
     signal: AbortSignal.timeout(10000),
-  });
+  }).catch((err) => ({ ok: false, json: async () => ({ detail: `the trainer does not answer: ${err.message}` }) }));
+  if (!answer.ok) return String((await answer.json()).detail);
   await pollLetters();
+  return "";
 }
 
 function drawJobs() {

@@ -6,7 +6,7 @@ const find = (id) => document.getElementById(id);
 let presets = [];
 
 export async function openForm(submitted) {
-  if (!presets.length) presets = (await (await fetch("/v1/presets", { signal: AbortSignal.timeout(10000) })).json()).presets;
+  const trouble = presets.length ? "" : await loadPresets();
   find("preset").replaceChildren(...presets.map((preset) => new Option(preset.name, preset.name)));
   find("preset").value = presets.some((preset) => preset.name === "demo") ? "demo" : presets[0]?.name;
   find("preset").onchange = takePreset;
@@ -14,7 +14,20 @@ export async function openForm(submitted) {
   find("submit").onclick = () => submit(submitted);
   find("close").onclick = () => find("form").close();
   takePreset();
+  if (trouble) showErrors([{ message: trouble }]);
   find("form").showModal();
+}
+
+// Without them a document can be written all the same.
+async function loadPresets() {
+  try {
+    const answer = await fetch("/v1/presets", { signal: AbortSignal.timeout(10000) });
+    if (!answer.ok) return `the trainer has no presets to start from: ${answer.status}`;
+    presets = (await answer.json()).presets;
+    return "";
+  } catch (err) {
+    return `the trainer does not answer: ${err.message}`;
+  }
 }
 
 function takePreset() {

@@ -101,16 +101,22 @@ export function lags(run) {
   }));
 }
 
-// What could not be handled; `requeue(stage, ids)` puts it back.
+// What could not be handled; `requeue(stage, ids)` puts it back, or says why not.
 export function letters(found, requeue) {
   const rows = found.map((letter) => {
     const button = element("button", "queue again");
     button.disabled = !letter.is_whole;
     button.title = letter.is_whole ? "as a new message of its stream" : "only an excerpt was kept";
-    button.onclick = () => { button.disabled = true; requeue(letter.stage, [letter.dead_id]); };
+    const refused = element("small", "", "field-error trouble"), last = element("div");
+    last.append(button, refused);
+    button.onclick = async () => {
+      button.disabled = true;
+      refused.textContent = await requeue(letter.stage, [letter.dead_id]);
+      button.disabled = refused.textContent === "";
+    };
     return [
       element("time", new Date(1000 * letter.buried_at_s).toLocaleTimeString()),
-      letter.stage, letter.reason, letter.consumer, letter.times_delivered, `${letter.body_bytes} bytes`, button,
+      letter.stage, letter.reason, letter.consumer, letter.times_delivered, `${letter.body_bytes} bytes`, last,
     ];
   });
   return rows.length ? table(["at", "stage", "reason", "buried by", "tried", "size", ""], rows) : element("p", "none", "soft");
