@@ -6,7 +6,6 @@ unusable is so replaced for the same step, by versions that are served already. 
 line and is too old all the same is dropped and counted.
 """
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,12 +63,14 @@ class Admission:
         if self.max_lag == 0:
             return progress.policy_version
         share = min(1.0, progress.usable_share + USABLE_MARGIN)
-        for steps_ahead in itertools.count():
-            version = max(0, progress.policy_version + steps_ahead - self.max_lag)
-            num_out = sum(number for oldest, number in out.items() if oldest <= version)
-            if int(num_kept + num_out * share) < (steps_ahead + 1) * self.groups_per_step:
-                break
-        return version
+        version = self.oldest_trainable(progress)  # of the next step; below 0 as long as all may do
+        num_out = sum(number for oldest, number in out.items() if oldest <= max(0, version))
+        num_wanted = self.groups_per_step
+        while int(num_kept + num_out * share) >= num_wanted:
+            version, num_wanted = version + 1, num_wanted + self.groups_per_step
+            if version > 0:
+                num_out += out.get(version, 0)
+        return max(0, version)
 
     def oldest_trainable(self, progress: Progress) -> int:
         return progress.policy_version - self.max_lag

@@ -181,10 +181,14 @@ class Books:
         return counts
 
     def usable_share(self, num_steps: int = 4) -> float:
-        """Of the groups that came for the newest steps, and in time, the share that was trained."""
-        since = self.last_step() - num_steps
+        """Of the groups that came for the newest steps, and in time, the share that was trained.
+
+        The step being collected does not count: its usable groups are not known here.
+        """
+        last = self.last_step()
+        since = last - num_steps
         trained = int(self._one("SELECT COUNT(*) FROM groups WHERE step > ?", since))
-        reasons = self._unusable(since + 1, self.last_step() + 1)
+        reasons = self._unusable(since + 1, last)
         unusable = sum(n for why, n in reasons.items() if why not in ("too_old", "routes_lost"))
         return trained / (trained + unusable) if trained else 1.0
 

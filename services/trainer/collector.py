@@ -115,7 +115,7 @@ class Collector:
         wanted = self._admission.groups_per_step
         while True:
             self._changed.clear()
-            await self._drop_outdated()
+            await self.drop_outdated()
             bound = self._bound_hit(began_s)
             enough = len(self._kept) >= wanted
             if not self._is_awaited():
@@ -150,6 +150,16 @@ class Collector:
         """Drop what came and was not taken."""
         kept = [entry for name in self._kept if (entry := self._books.group(name))]
         await self.drop(kept, reason=reason)
+
+    async def drop_outdated(self) -> None:
+        """Drop kept groups that a later version has overtaken, and draw others; none is kept when
+        this returns.
+
+        What was judged before that version may be kept while others are dropped: look again.
+        """
+        while outdated := self._outdated():
+            await self.drop(outdated, reason="too_old")
+            await self._feeder.fill()
 
     async def drop(self, entries: Sequence[Group], *, reason: str, **fields: object) -> None:
         """Drop those of the groups that are open, wherever they are."""
@@ -303,15 +313,6 @@ class Collector:
         await session.ack([delivery.entry_id])
         await self._routes.forget([scored.group])
         await self._feeder.fill()
-
-    async def _drop_outdated(self) -> None:
-        """Drop kept groups that a later version has overtaken; none is kept when this returns.
-
-        What was judged before that version may be kept while others are dropped: look again.
-        """
-        while outdated := self._outdated():
-            await self.drop(outdated, reason="too_old")
-            await self._feeder.fill()
 
     def _outdated(self) -> list[Group]:
         oldest = self._admission.oldest_trainable(self._progress)

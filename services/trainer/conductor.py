@@ -109,6 +109,7 @@ class Conductor:
             step = await self._commit(groups)
         if is_last_use:
             await p.collector.drop(p.books.open_groups(), reason="surplus")
+        await p.collector.drop_outdated()  # their slots serve the next step while this one trains
         await p.feeder.fill()
         if self._steps.is_training and p.drift.is_due(step):
             with watch.part("attribute"):

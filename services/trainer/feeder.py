@@ -43,7 +43,9 @@ class Feeder:
         self._stream = topology.prompts(source.job_id)
         # Of open groups, those that came and wait for their step or are in it; the collector knows.
         self.held_ids: Callable[[], Set[str]] = frozenset
-        self.quiet = asyncio.Lock()  # held while groups are on their way to the stream or out of it
+        # Held while groups are on their way to the stream or out of it, and while books and
+        # progress tell of different steps.
+        self.quiet = asyncio.Lock()
         self._entry_ids: dict[str, bytes] = {}  # of prompts that this process published
 
     async def fill(self, *, next_wave: bool = False) -> int:
@@ -90,7 +92,9 @@ class Feeder:
         out, num_held = self._line()
         num_open = num_held + out.total()
         if self._source.job.asks_in_waves and (
-            out or (self._num_dropped_meanwhile() and not next_wave)
+            out
+            or num_held >= self._admission.groups_per_step  # they are the step, or in it already
+            or (self._num_dropped_meanwhile() and not next_wave)
         ):
             return []  # what is drawn must not depend on who comes first
         num_free = min(

@@ -107,17 +107,18 @@ class StepTaker:
                     dropped.num_rewards,
                 )
             )
-        await asyncio.to_thread(
-            p.books.commit_batch,
-            batch.step,
-            body=batch.pack() if self.is_training else None,
-            group_ids=batch.group_ids,
-            policy_version=made,
-            batch_facts=facts,
-            rewards=rewards,
-        )
-        p.progress.step = batch.step
-        p.progress.policy_version = made
+        async with p.feeder.quiet:  # a draw in between would take this step for the next one
+            await asyncio.to_thread(
+                p.books.commit_batch,
+                batch.step,
+                body=batch.pack() if self.is_training else None,
+                group_ids=batch.group_ids,
+                policy_version=made,
+                batch_facts=facts,
+                rewards=rewards,
+            )
+            p.progress.step = batch.step
+            p.progress.policy_version = made
         p.progress.usable_share = p.books.usable_share()
         return batch.step
 

@@ -97,3 +97,65 @@ def test_groups_trained_in_line_are_never_too_old(
             assert at.policy_version - kept.pop(0) <= max_lag
         at.step += 1
         at.policy_version = at.published_version = at.step
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    max_lag=st.integers(1, 4),
+    groups_per_step=st.integers(1, 5),
+    oversampling=st.sampled_from([1.0, 1.5, 3.0]),
+    drop_share=st.sampled_from([0.0, 0.3, 0.7]),
+    seed=st.integers(0, 10_000),
+)
+def test_a_step_that_lacks_groups_is_given_some_in_whatever_order_they_come(
+    max_lag: int, groups_per_step: int, oversampling: float, drop_share: float, seed: int
+) -> None:
+    """Some are sampled long before they come, by servers behind; some come again after a loss; the
+    process may die, and what it held counts as out until it has come again."""
+    chance = random.Random(seed)
+    admission = Admission(groups_per_step, max_lag, oversampling)
+    at = progress(0, num_steps=20)
+    kept: list[tuple[int, int]] = []  # version that sampled it, and oldest one it was drawn for
+    out: list[tuple[int, int]] = []
+    while at.steps_left:
+        at.usable_share = chance.random()
+        kept = [one for one in kept if one[0] >= admission.oldest_trainable(at)]
+        while len(kept) < groups_per_step:
+            while len(kept) + len(out) < admission.max_open(at):
+                oldest = admission.min_policy_version(
+                    len(kept), Counter(drawn_for for _, drawn_for in out), at
+                )
+                if oldest > at.published_version:
+                    break
+                out.append((chance.randint(oldest, at.published_version), oldest))
+            assert out, "the step waits, and nothing is drawn for it"
+            came = out.pop(chance.randrange(len(out)))
+            if chance.random() < 0.1:  # lost: asked again, of a server that is no further back
+                out.append((chance.randint(came[0], at.published_version), came[1]))
+            elif came[0] >= admission.oldest_trainable(at) and chance.random() >= drop_share:
+                kept.append(came)
+            if chance.random() < 0.02:
+                out, kept = out + kept, []
+        kept.sort()
+        taken, kept = kept[:groups_per_step], kept[groups_per_step:]
+        assert all(at.policy_version - version <= max_lag for version, _ in taken)
+        at.step += 1
+        at.policy_version += 1
+        at.published_version = at.policy_version - chance.randint(0, 1)
+
+
+@pytest.mark.parametrize("max_lag", [8, 64])
+def test_a_draw_costs_no_more_than_it_has_versions_to_look_at(max_lag: int) -> None:
+    """With 256 groups a step and all slots taken, however many groups that is."""
+    looked_at = 0
+
+    class Counted(Counter[int]):
+        def get(self, version: int, default: int = 0) -> int:  # type: ignore[override]
+            nonlocal looked_at
+            looked_at += 1
+            return super().get(version, default)
+
+    at, admission = progress(100), Admission(256, max_lag)
+    out = Counted({100 - max_lag + ahead: 256 for ahead in range(max_lag + 1)})
+    assert admission.min_policy_version(0, out, at) == 101
+    assert looked_at == max_lag + 1
