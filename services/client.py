@@ -12,81 +12,26 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import httpx
-from pydantic import BaseModel, ConfigDict
 
 from shared.errors import DeadlineExceeded, HttpFailed, TandemError
 from shared.http import HttpClient
+from shared.job_answers import (
+    JobStatus,
+    KeptVersions,
+    ProfileStatus,
+    RunOverview,
+    ServerList,
+    Submitted,
+)
 from shared.messages import Event
 from shared.refusals import sentences
 from shared.registry import Replica
 
-ENDED = ("finished", "failed", "cancelled")
 Command = Literal["cancel", "pause", "resume"]
 
 _RECONNECT_S = 0.5
 _SILENCE_S = 45.0  # an open stream sends a comment every ten seconds
 _RETRY_STEP_S = 2.0  # what the HTTP client waits at most between two attempts
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Submitted(_Answer):
-    job_id: str
-    warnings: list[str] = []
-
-
-class JobStatus(_Answer):
-    """Example: state 'running', step 12 of 60 steps, policy_version 12."""
-
-    job_id: str
-    name: str = ""
-    state: str
-    step: int = 0
-    steps: int | None = None
-    policy_version: int | None = None
-    created_at_s: float | None = None
-    error: str | None = None
-    wish: str | None = None
-    """What was asked for and has not happened yet: 'pause' or 'cancel'."""
-    doing: str | None = None
-    """What a running job is at: 'training step 5'."""
-    warnings: list[str] = []
-    counts: dict[str, Any] = {}
-    last: dict[str, Any] = {}
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in ENDED
-
-
-class ProfileStatus(_Answer):
-    """Example: state 'recording', 1 of 3 steps seen; `result` once it is 'done'."""
-
-    profile_id: str
-    state: str
-    steps: int
-    steps_seen: int
-    error: str = ""
-    result: dict[str, Any] = {}
-
-
-class KeptVersion(_Answer):
-    """A version that can be served again."""
-
-    policy_version: int
-    is_whole: bool
-    stored_bytes: int
-    base_version: int | None
-    effective_checksum: str | None
-    servers: list[str]
-
-
-class KeptVersions(_Answer):
-    current: int | None
-    rolled_back_to: int | None
-    versions: list[KeptVersion]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +146,11 @@ class TandemClient:
 
     async def num_events(self, job_id: str) -> int:
         """Lines of the job's events so far."""
-        return int((await self._of_job("GET", job_id, "/metrics"))["after"])
+        return (await self.metrics(job_id)).after
+
+    async def metrics(self, job_id: str) -> RunOverview:
+        """The run for a screen: thinned steps, evaluations, last updates and events, counts."""
+        return RunOverview.model_validate(await self._of_job("GET", job_id, "/metrics"))
 
     async def ask_profile(self, job_id: str, steps: int) -> ProfileStatus:
         """`HttpFailed` with 409 says why the job cannot be profiled now."""
@@ -220,7 +169,7 @@ class TandemClient:
 
     async def servers(self) -> list[Replica]:
         answer = await self._http.get(f"{self._url}/v1/servers")
-        return [Replica.model_validate(server) for server in answer["servers"]]
+        return ServerList.model_validate(answer).servers
 
     async def events(
         self, job_id: str, *, after: int = 0, on_silence: Callable[[], None] = lambda: None

@@ -1,17 +1,53 @@
-"""Answers to requests that are no requests: which key, what is wrong with it.
+"""Refusals over HTTP: one form for all services, and which of them an operation may give.
 
-Nothing of the body is echoed but its keys, and those escaped: a body may be megabytes long, and may
-hold what JSON cannot (NaN, half a character), which would turn a refusal into a failure.
+Nothing of a malformed body is echoed but its keys, and those escaped: a body may be megabytes long,
+and may hold what JSON cannot (NaN, half a character), which would turn a refusal into a failure.
 """
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
+import redis.exceptions
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
 
 MAX_ERRORS_SHOWN = 20
+MALFORMED = "a key or a value is wrong; each is named, with what is wrong with it"
+TOO_LARGE = "the body is larger than allowed; the limit is named"
+NO_BROKER = "the broker does not answer"
+Responses = dict[int | str, dict[str, Any]]
+
+
+class Problem(BaseModel):
+    """One wrong key. Example: {"key": "steps", "value": 0, "message": "must be at least 1"}."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    key: str
+    """Where it is, from the body, query or path inwards: `actor.optimizer.learning_rate`."""
+    value: Any = None
+    """Any JSON value: the one that was given; null where none was or where it is not repeated."""
+    message: str
+    """What is wrong with it, with the bound."""
+    allowed: Any = None
+    """Any JSON value: the values or keys that are allowed, where the message does not say it."""
+
+
+class Failure(BaseModel):
+    """The answer to whatever is refused. Example: {"detail": "there is no job sums-1f3a"}."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    detail: str | list[Problem]
+    """One sentence, or one entry for each wrong key, at most 20 of a malformed request."""
+
+
+def failures(told: Mapping[int, str]) -> Responses:
+    """`responses` of a route: by status, when it is given. 413 and 422 are listed by themselves."""
+    return {status: {"model": Failure, "description": why} for status, why in told.items()}
 
 
 class EscapedJSONResponse(JSONResponse):
@@ -22,8 +58,18 @@ class EscapedJSONResponse(JSONResponse):
 
 
 def answer_malformed(app: FastAPI) -> None:
-    """Let `app` answer 422 with `detail`: a list of key, value (null) and message."""
+    """Let `app` answer 422 to what is no request, 503 without its broker, and document both."""
     app.add_exception_handler(RequestValidationError, _answer)
+    for kind in (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+        app.add_exception_handler(kind, _answer_without_broker)
+    made = app.openapi
+
+    def documented() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _with_failures(made())
+        return app.openapi_schema
+
+    app.openapi = documented  # type: ignore[method-assign]
 
 
 async def _answer(_: Request, err: Exception) -> JSONResponse:
@@ -37,3 +83,29 @@ async def _answer(_: Request, err: Exception) -> JSONResponse:
         for error in err.errors()[:MAX_ERRORS_SHOWN]
     ]
     return EscapedJSONResponse({"detail": problems}, status_code=422)
+
+
+async def _answer_without_broker(_: Request, err: Exception) -> JSONResponse:
+    return EscapedJSONResponse({"detail": f"{NO_BROKER}: {err}"}, status_code=503)
+
+
+def _with_failures(document: dict[str, Any]) -> dict[str, Any]:
+    """What FastAPI would answer by itself is replaced by what is answered here."""
+    schemas = cast(dict[str, Any], document["components"]["schemas"])
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    made = Failure.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas |= {**made.pop("$defs"), "Failure": made}
+    told = {"application/json": {"schema": {"$ref": "#/components/schemas/Failure"}}}
+    for route in (one for methods in document["paths"].values() for one in methods.values()):
+        answers = route["responses"]
+        for answer in answers.values():  # a refusal is JSON also where the answer is a page
+            if told["application/json"] in answer.get("content", {}).values():
+                answer["content"] = told
+        if "requestBody" in route:
+            answers.setdefault("413", {"description": TOO_LARGE, "content": told})
+        if "requestBody" in route or route.get("parameters"):
+            named = answers.get("422", {})
+            if "HTTPValidationError" in json.dumps(named) or not named:
+                answers["422"] = {"description": MALFORMED, "content": told}
+    return document

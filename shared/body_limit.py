@@ -27,7 +27,7 @@ class BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._max_bytes:
-                raise HTTPException(413, [{"key": "body", "message": self._text}])
+                raise HTTPException(413, [{"key": "body", "value": None, "message": self._text}])
             return message
 
         await self._app(scope, counted, send)
@@ -37,5 +37,7 @@ class BodyLimit:
         return f"the body exceeds {self._max_bytes} bytes"
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = JSONResponse({"detail": [{"key": "body", "message": self._text}]}, status_code=413)
+        answer = JSONResponse(
+            {"detail": [{"key": "body", "value": None, "message": self._text}]}, status_code=413
+        )
         await answer(scope, receive, send)

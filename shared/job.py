@@ -28,6 +28,8 @@ JOB_FILE = "job.json"  # of a run folder: the job, every default written out
 
 
 class CheckpointSection(Section):
+    """When checkpoints are written, and how many are kept."""
+
     every_steps: int = Field(10, gt=0)
     """Steps between checkpoints."""
     keep_last: int = Field(2, gt=0)
@@ -39,6 +41,8 @@ class CheckpointSection(Section):
 
 
 class Job(Section):
+    """One training run from its first weights to its report. Example: configs/demo.toml."""
+
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
     """The job's id begins with it."""
     seed: int = Field(0, ge=0, lt=2**63)

@@ -163,6 +163,8 @@ class WatchdogSection(Section):
 
 
 class OptimizerSection(Section):
+    """AdamW, its warm-up and its clipping."""
+
     learning_rate: float = Field(1e-6, gt=0)
     """Constant after the warm-up."""
     weight_decay: float = Field(0.0, ge=0)
@@ -182,6 +184,8 @@ class OptimizerSection(Section):
 
 
 class ReplaySection(Section):
+    """Choices of the sampler that the actor repeats instead of making its own."""
+
     routing: bool = False
     """Send every token to the experts that the sampler chose; their weights are the actor's own."""
     indexer: bool = False
@@ -193,6 +197,8 @@ class ReplaySection(Section):
 
 
 class ActorSection(Section):
+    """The trained policy: precision, layout and optimiser of its ranks."""
+
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of weights and activations; masters and moments are FP32."""
     max_tokens_per_gpu: int = Field(8192, gt=0)

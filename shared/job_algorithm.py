@@ -107,6 +107,8 @@ class KlSection(Section):
 
 
 class AlgorithmSection(Section):
+    """How rewards become advantages, and advantages a loss."""
+
     name: AlgorithmName = "grpo"
     """Gives the fields below their defaults; each may be set by itself."""
     max_lag: int = Field(0, ge=0, le=64)

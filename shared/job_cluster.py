@@ -82,6 +82,8 @@ class SGLangSection(Section):
 
 
 class WandbSection(Section):
+    """Where Weights & Biases keeps the run."""
+
     project: str = "tandem"
     """Where the run is listed."""
     entity: str | None = None

@@ -11,6 +11,8 @@ DataFormat = Literal["auto", "prompt", "dapo", "gsm8k", "math500", "aime", "deep
 
 
 class ModelSection(Section):
+    """The weights that the job begins with."""
+
     rollout_checkpoint: str
     """Directory in the release layout; gives the samplers their architecture and tokenizer."""
     actor_checkpoint: str | None = None
@@ -18,6 +20,8 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
+    """Prompts with their gold answers: a local file or a data set."""
+
     path: str | None = None
     """Local JSONL or parquet file; `$DATA_ROOT` and other variables are expanded."""
     dataset: str | None = None

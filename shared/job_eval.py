@@ -51,6 +51,8 @@ class SuiteSection(Section):
 
 
 class EvalSection(SuiteSection):
+    """Evaluations while the job trains, on problems that it does not train on."""
+
     every_steps: int = Field(10, gt=0)
     """Steps between evaluations; before the first and after the last step there is one anyway."""
     deadline_s: float = Field(600.0, gt=0)

@@ -68,6 +68,8 @@ class UnscoredSection(Section):
 
 
 class RewardSection(Section):
+    """Who grades a response, and what the outcome is worth."""
+
     grader: GraderName = "math"
     """`math` (MATH, DeepMath), `aime`, `gsm8k`, `dapo`, `code`, `format`, `arithmetic`; one that
     the reward service knows as `plugin.<name>` or `remote.<name>`."""

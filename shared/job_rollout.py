@@ -9,6 +9,8 @@ from shared.section import Section
 
 
 class RolloutSection(Section):
+    """Who samples, and how it serves the weights."""
+
     engine: Literal["embedded", "sglang"] = "embedded"
     """`embedded`: this project's own, a process of the service. `sglang`: an SGLang server that the
     service starts or is given."""
@@ -25,6 +27,8 @@ class RolloutSection(Section):
 
 
 class UpdateSection(Section):
+    """How a new version reaches the servers."""
+
     max_shard_bytes: int = Field(64 * 2**20, gt=0)
     """Size of the pieces in which a version is published and checked."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"

@@ -8,6 +8,8 @@ from shared.section import Section
 
 
 class SamplingSection(Section):
+    """How many samples a step has, and how they are drawn."""
+
     groups_per_step: int = Field(16, gt=0)
     """Prompts of one step; each becomes a group."""
     samples_per_prompt: int = Field(8, gt=0)

@@ -6,6 +6,8 @@ from shared.section import Section
 
 
 class WarmUpSection(Section):
+    """First steps on given responses, before the policy's own are rewarded."""
+
     path: str
     """JSONL or parquet file with `prompt` and `response` in each row; `$DATA_ROOT` and other
     variables are expanded. Prompts are asked as `data.prompt_template` and its format say."""

@@ -170,13 +170,16 @@ def score_fault(value: float) -> str | None:
 
 
 class Score(Message):
+    """A value: the answer could be read and judged."""
+
     kind: Literal["score"] = "score"
+    """Tells outcomes apart."""
     value: float = Field(description=f"what the answer is worth, at most {MAX_SCORE:g} either way")
     extracted: str = Field("", description="the answer the grader read")
     reason: str = ""
     """How the grader came to it."""
     unshaped: float | None = None
-    """Before parts and the penalty for length were added; none: nothing was."""
+    """Before parts and the penalty for length were added; null: nothing was."""
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
@@ -191,19 +194,28 @@ class Score(Message):
 
 
 class Unparseable(Message):
+    """No answer was found in the response."""
+
     kind: Literal["unparseable"] = "unparseable"
+    """Tells outcomes apart."""
     reason: str = ""
     """Why nothing could be read."""
 
 
 class Timeout(Message):
+    """The check took too long."""
+
     kind: Literal["timeout"] = "timeout"
+    """Tells outcomes apart."""
     after_s: float
-    """The limit that was reached."""
+    """The limit that was reached, in seconds."""
 
 
 class GraderError(Message):
+    """The check itself failed; it says nothing of the answer."""
+
     kind: Literal["error"] = "error"
+    """Tells outcomes apart."""
     reason: str
     """What failed."""
 
@@ -347,9 +359,16 @@ class Event(Message):
     """Something a service saw; `fields` are plain JSON values. Example name: 'group_sampled'."""
 
     version: Literal[1] = 1
+    """Of this format."""
     name: str
+    """What happened: `step`, `eval_finished`, `weights_published` and so on."""
     job_id: str
+    """The job that it belongs to."""
     service: str
+    """Who saw it: `trainer`, `rollout`, `reward` or `evaluator`."""
     replica: str
+    """Which one of them."""
     at_s: float
+    """Unix time in seconds."""
     fields: dict[str, Any] = {}
+    """A free map of plain JSON values: which there are depends on `name`."""

@@ -19,24 +19,32 @@ ServerState = Literal["idle", "starting", "waiting_for_weights", "serving", "upd
 
 
 class Replica(Message):
-    """One live replica of a service. For rollout servers the fields from `job_id` on are filled.
-
-    `shards_url` is where it serves the weights that it has; of a trainer also. `trouble` is why
-    there is no engine, and with `gave_up` none will be tried again.
-    """
+    """One live replica of a service. Example: rollout 'rollout-0' serves version 17."""
 
     service: Literal["rollout", "reward", "evaluator", "trainer"]
+    """What it does."""
     name: str
+    """The replica's name, of which there is one at a time."""
     url: str
+    """Base address of its REST."""
     pid: int
+    """Process id on its own host."""
     job_id: str | None = None
+    """The job that it works for; null: none."""
     state: ServerState = "idle"
+    """Only rollout servers have states other than `idle` and `serving`."""
     engine: str = ""
+    """`embedded` or `sglang` of a rollout server with a job; otherwise empty."""
     policy_version: int | None = None
+    """The version that a rollout server serves, or the trainer's newest; null: none."""
     shards_url: str = ""
+    """Where a rollout server or the trainer gives out the weights it has; otherwise empty."""
     paused: bool = False
+    """Whether a rollout server was asked to stop decoding."""
     trouble: str = ""
+    """Why a rollout server has no engine; empty where that is as it should be."""
     gave_up: bool = False
+    """Whether it failed so often that no engine will be started for this job again."""
 
 
 async def register(redis: Redis, record: Replica) -> None:

@@ -12,13 +12,14 @@ import contextlib
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict
 
 from shared.process import exit_with
 from shared.tasks import drain, end
@@ -27,6 +28,28 @@ log = structlog.get_logger()
 Worker = Callable[[asyncio.Event], Awaitable[None]]
 
 _HTTP_GOODBYE_S = 5
+
+
+class Health(BaseModel):
+    """Example: {"status": "degraded", "reason": "broker unreachable for 7 s"}."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    status: Literal["ok", "degraded"]
+    """`degraded`: it lives, and cannot do its work now."""
+    reason: str | None = None
+    """Why it is degraded; left out where it is not."""
+
+
+class Readiness(BaseModel):
+    """Example: {"status": "unready", "reason": "draining"}."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    status: Literal["ready", "unready"]
+    """Whether it may get work."""
+    reason: str | None = None
+    """Why it may not; left out where it may."""
 
 
 def serve(
@@ -45,20 +68,31 @@ def health_router(readiness: Callable[[], str | None]) -> APIRouter:
     """/healthz (alive), /readyz (may get traffic; 503 with `readiness`'s reason), /metrics."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz")
-    async def healthz() -> dict[str, str]:
+    @router.get("/healthz", response_model_exclude_none=True)
+    async def healthz() -> Health:
+        """Whether the process lives; it does, as long as this is answered."""
         reason = readiness()
-        return {"status": "degraded", "reason": reason} if reason else {"status": "ok"}
+        return Health(status="degraded" if reason else "ok", reason=reason)
 
-    @router.get("/readyz", responses={503: {"description": "not ready; names the reason"}})
-    async def readyz(request: Request) -> JSONResponse:
+    @router.get(
+        "/readyz",
+        response_model_exclude_none=True,
+        responses={503: {"model": Readiness, "description": "not ready; names the reason"}},
+    )
+    async def readyz(request: Request, response: Response) -> Readiness:
+        """Whether it may get work."""
         draining = getattr(request.app.state, "draining", False)
-        if reason := "draining" if draining else readiness():
-            return JSONResponse({"status": "unready", "reason": reason}, status_code=503)
-        return JSONResponse({"status": "ready"})
+        reason = "draining" if draining else readiness()
+        response.status_code = 503 if reason else 200
+        return Readiness(status="unready" if reason else "ready", reason=reason)
 
-    @router.get("/metrics", response_class=Response)
+    @router.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        responses={200: {"description": "Prometheus' text format"}},
+    )
     async def metrics() -> Response:
+        """Counters and gauges of this process for Prometheus."""
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     return router

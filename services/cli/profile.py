@@ -3,17 +3,17 @@
 import asyncio
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from services.cli.run import run
-from services.client import NoSuchJob, ProfileStatus, TandemClient
+from services.client import NoSuchJob, TandemClient
 from shared.errors import DeadlineExceeded, HttpFailed, TandemError
+from shared.job_answers import ProfileResult, ProfileStatus
 from shared.refusals import sentences
 
 _POLL_S = 0.5
@@ -40,10 +40,12 @@ def profile(
             found = await _taken(client, job_id, steps, timeout_s)
             path = out or Path(f"{job_id}-{found.profile_id}.trace.json")
             path.write_text(json.dumps(await client.profile_trace(job_id, found.profile_id)))
+        assert found.result is not None  # it is done
+        result = found.result
         if as_json:
-            typer.echo(json.dumps({**found.result, "trace": str(path)}))
+            typer.echo(json.dumps({**result.model_dump(), "trace": str(path)}))
         else:
-            _show(found.result, path)
+            _show(result, path)
         return 0
 
     run(command())
@@ -74,30 +76,31 @@ async def _taken(client: TandemClient, job_id: str, steps: int, timeout_s: float
     return found
 
 
-def _show(result: Mapping[str, Any], path: Path) -> None:
+def _show(result: ProfileResult, path: Path) -> None:
     console = Console()
     console.print(waits_table(result))
-    for sentence in result["sentences"]:
+    for sentence in result.sentences:
         console.print(sentence, highlight=False, soft_wrap=True)
-    if result["missing"]:
-        console.print(f"Nothing came from {', '.join(result['missing'])}.", style="yellow")
-    for name, number in result["dropped_spans"].items():
+    if result.missing:
+        console.print(f"Nothing came from {', '.join(result.missing)}.", style="yellow")
+    for name, number in result.dropped_spans.items():
         console.print(f"{number} spans of {name} did not fit.", style="yellow")
     console.print(f"time line: {path} (open it in https://ui.perfetto.dev)", soft_wrap=True)
 
 
-def waits_table(result: Mapping[str, Any]) -> Table:
+def waits_table(result: ProfileResult) -> Table:
     """Each process's time: what it works, whom it waits for, when nothing is asked of it."""
-    steps, seconds = result["steps"], result["seconds"]
+    steps, seconds = result.steps, result.seconds
     table = Table(
         "process", "works", "waits", "for whom", "nothing to do",
-        title=f"{result['job_id']}: {steps} steps, {seconds:.2f} s", box=None, header_style="dim",
+        title=f"{result.job_id}: {steps} steps, {seconds:.2f} s", box=None, header_style="dim",
     )  # fmt: skip
-    for one in result["processes"]:
+    for one in result.processes:
         whom = ", ".join(
-            f"{who} {share:.0%}" for who, share in one["waits_for"].items() if share >= 0.005
+            f"{who} {share:.0%}" for who, share in one.waits_for.items() if share >= 0.005
         )
-        shares = (f"{one[key]:.0%}" for key in ("works", "waits", "nothing_to_do"))
-        works, waits, nothing = shares
-        table.add_row(one["process"], works, waits, whom or "–", nothing)
+        works, waits, nothing = (
+            f"{share:.0%}" for share in (one.works, one.waits, one.nothing_to_do)
+        )
+        table.add_row(one.process, works, waits, whom or "–", nothing)
     return table

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.progress import number, share
-from services.client import JobStatus
+from shared.job_answers import JobStatus
 from shared.statistics import LEVEL, shown_ks
 
 

@@ -14,8 +14,9 @@ from rich.live import Live
 
 from services.cli.progress import JobView
 from services.cli.server_news import ServerNews
-from services.client import JobStatus, TandemClient
+from services.client import TandemClient
 from shared.errors import HttpFailed
+from shared.job_answers import JobStatus
 from shared.registry import Replica
 from shared.tasks import end
 

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.run import run
-from services.client import KeptVersions, TandemClient
+from services.client import TandemClient
 from shared.errors import DeadlineExceeded
+from shared.job_answers import KeptVersions
 
 weights = typer.Typer(help="Versions of a job's weights.", no_args_is_help=True)
 

@@ -10,7 +10,8 @@ import typer
 
 from services.cli.document import change_document
 from services.cli.run import run
-from services.client import Command, JobStatus, TandemClient
+from services.client import Command, TandemClient
+from shared.job_answers import JobStatus
 
 _FOLLOWS = {
     "cancel": "cancelled within seconds; what it has trained stays, and its report is written",

@@ -18,12 +18,15 @@ from services.evaluator.runner import Runner
 from services.evaluator.worker import GOODBYE_S, EvalWorker
 from shared.answers import answer_malformed
 from shared.api_page import serve_api_page
+from shared.body_limit import BodyLimit
 from shared.current_job import CurrentJob
 from shared.environment import Environment
 from shared.http import HttpClient
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
 from shared.service import Worker, health_router
+
+MAX_BODY_BYTES = 64 * 2**20
 
 
 def create_app(config: EvaluatorConfig) -> FastAPI:
@@ -57,6 +60,7 @@ def create_app(config: EvaluatorConfig) -> FastAPI:
         await state.redis.aclose()
 
     app = FastAPI(title="Tandem evaluator", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     app.include_router(browsing.router)
     app.include_router(api.router)
     app.include_router(parity_api.router)

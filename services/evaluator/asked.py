@@ -29,15 +29,17 @@ class EvalRequest(SuiteSection):
     deadline_s: float = Field(600.0, gt=0)
     """Seconds from the start of the evaluation."""
     replica: str | None = None
-    """The rollout server to use; default: the first one that serves a version."""
+    """The rollout server to use; null: the first one that serves a version."""
     checkpoint: str | None = None
-    """A release directory, or a published version (`runs/<job>/weights/v<version>`), instead."""
+    """A release directory, or a published version (`runs/<job>/weights/v<version>`), to
+    evaluate instead of what a server serves; null: a server's."""
     context_length: int | None = Field(None, gt=1)
-    """Of the checkpoint's sampler; default: what the longest prompt and its response need."""
+    """Tokens of prompt and response together that the checkpoint's sampler has room for; null: what
+    the longest prompt and its response need."""
     max_running_requests: int = Field(128, gt=0)
     """Completions that the checkpoint's sampler decodes at the same time."""
     seed: int = Field(0, ge=0)
-    """Of the samples; the same question under the same seed gets the same ones."""
+    """Of the samples; the same request with the same seed gets the same ones."""
 
     @model_validator(mode="after")
     def _one_policy(self) -> Self:
@@ -66,9 +68,9 @@ class EvalStatus(BaseModel):
     problems: int
     """Problems in all, without those whose prompt is too long."""
     error: str = ""
-    """Why it failed."""
+    """Why it failed; empty where it did not."""
     result: dict[str, Any] | None = None
-    """The fields of an `eval_finished` event, once it has finished."""
+    """A free map, the fields of an `eval_finished` event; null until it has finished."""
 
 
 class Asked(BaseModel):

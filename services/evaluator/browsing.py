@@ -1,21 +1,31 @@
 """Finished evaluations over HTTP: pages for people, the same comparison as JSON."""
 
 import asyncio
-from dataclasses import asdict
 from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi import APIRouter, HTTPException, Path, Query, Request
 from fastapi.responses import HTMLResponse
 
 from services.evaluator import pages
 from services.evaluator.archive import Archive, Finished, NoEvaluation
+from services.evaluator.compared import ComparedEvals, told
 from services.evaluator.comparison import NotComparable, Verdict
+from shared.answers import failures
+from shared.rest_parameters import MAX_ID_CHARS, MAX_NUMBER, JobId
 
-_UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "no such evaluation"}}
-_PAIR = _UNKNOWN | {422: {"description": "the two have no problem in common"}}
+_UNKNOWN = failures({404: "no such evaluation"})
+_PAIR = _UNKNOWN | failures({422: "a name is too long, or the two have no problem in common"})
 
-Before = Annotated[str, Query(description="the earlier one, as job/evaluation")]
-After = Annotated[str, Query(description="the later one, as job/evaluation")]
+Before = Annotated[
+    str, Query(max_length=2 * MAX_ID_CHARS, description="the earlier one, as job/evaluation")
+]
+After = Annotated[
+    str, Query(max_length=2 * MAX_ID_CHARS, description="the later one, as job/evaluation")
+]
+Stem = Annotated[
+    str, Path(max_length=MAX_ID_CHARS, description="the evaluation's name within the job")
+]
+Row = Annotated[int, Path(ge=0, le=MAX_NUMBER, description="the problem's row in its data file")]
 
 router = APIRouter(tags=["evaluations"])
 
@@ -33,33 +43,22 @@ async def compare(before: Before, after: After, request: Request) -> HTMLRespons
 
 
 @router.get("/evals/{job_id}/{stem}", response_class=HTMLResponse, responses=_UNKNOWN)
-async def evaluation(job_id: str, stem: str, request: Request) -> HTMLResponse:
+async def evaluation(job_id: JobId, stem: Stem, request: Request) -> HTMLResponse:
+    """One evaluation: its numbers, and each problem with its samples."""
     return await _page(_evaluation, _archive(request), job_id, stem)
 
 
 @router.get("/evals/{job_id}/{stem}/{row}", response_class=HTMLResponse, responses=_UNKNOWN)
-async def problem(job_id: str, stem: str, row: int, request: Request) -> HTMLResponse:
+async def problem(job_id: JobId, stem: Stem, row: Row, request: Request) -> HTMLResponse:
     """Every sample of one problem: text, extracted answer, verdict."""
     return await _page(_problem, _archive(request), job_id, stem, row)
 
 
 @router.get("/v1/evals/compare", responses=_PAIR)
-async def comparison(before: Before, after: After, request: Request) -> dict[str, Any]:
+async def comparison(before: Before, after: After, request: Request) -> ComparedEvals:
     """The comparison's numbers; problems are named by their rows."""
     found = await _off_the_loop(_archive(request).compare, before, after)
-    return {
-        "before": before,
-        "after": after,
-        "num_problems": len(found.pairs),
-        "changes": [
-            {**asdict(one), "is_significant": found.is_judged and one.is_significant}
-            for one in found.changes.values()
-        ],
-        "verdict": found.verdict,
-        "asked_differently": found.asked_differently,
-        "gained": [pair.after.row for pair in found.gained],
-        "lost": [pair.after.row for pair in found.lost],
-    }
+    return told(found, before=before, after=after)
 
 
 def _index(archive: Archive) -> str:

@@ -3,17 +3,15 @@
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from services.reward.config import LimitsConfig
 from services.reward.grading import Asked, Grading
+from shared.answers import failures
 from shared.job_reward import OverlongSection, RewardPart
 from shared.messages import Outcome
+from shared.rest_parameters import MAX_NUMBER
 from shared.spans import span
-
-MAX_ERRORS_SHOWN = 20
 
 router = APIRouter(prefix="/v1", tags=["grading"])
 
@@ -35,12 +33,14 @@ class GradeItem(BaseModel):
     """The right answer."""
     grader: str = "math"
     """Name of the grader."""
-    timeout_s: float | None = Field(None, gt=0, description="default: the service's")
+    timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Seconds for this check; null: the service's own limit."""
     parts: list[RewardPart] = []
-    """Further graders and their weights."""
+    """Further graders whose values are added, each with its weight."""
     overlong: OverlongSection | None = None
-    """Punishment of long responses."""
-    num_tokens: int = Field(0, ge=0, description="of the response, for the penalty for length")
+    """Penalty for long responses; null: none."""
+    num_tokens: int = Field(0, ge=0, le=MAX_NUMBER)
+    """Tokens of the response, for the penalty for length."""
 
     def asked(self, default_timeout_s: float) -> Asked:
         return Asked(
@@ -68,7 +68,18 @@ class GradeRequest(BaseModel):
         return {"items": [value]} if isinstance(value, dict) and "response" in value else value
 
 
+class GraderList(BaseModel):
+    """Example: {"graders": ["arithmetic", "math"]}."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    graders: list[str]
+    """Names, the remote ones included."""
+
+
 class GradeResponse(BaseModel):
+    """Outcome i belongs to item i."""
+
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     outcomes: list[Outcome]
@@ -77,11 +88,12 @@ class GradeResponse(BaseModel):
 
 @router.post(
     "/grade",
-    responses={
-        400: {"description": "the body is not JSON"},
-        413: {"description": "the request is too large"},
-        503: {"description": "too many checks wait already"},
-    },
+    responses=failures(
+        {
+            413: "the body or the number of items is larger than allowed; the limit is named",
+            503: "too many checks wait already; `Retry-After` says when to try again",
+        }
+    ),
 )
 async def grade(body: GradeRequest, request: Request) -> GradeResponse:
     """Grade each item; outcome i belongs to item i."""
@@ -94,8 +106,9 @@ async def grade(body: GradeRequest, request: Request) -> GradeResponse:
 
 
 @router.get("/graders")
-async def list_graders(request: Request) -> dict[str, list[str]]:
-    return {"graders": cast(Grading, request.app.state.grading).names}
+async def list_graders(request: Request) -> GraderList:
+    """What `grader` may name."""
+    return GraderList(graders=cast(Grading, request.app.state.grading).names)
 
 
 def _refuse_beyond(items: list[Asked], limits: LimitsConfig, grading: Grading) -> None:
@@ -124,17 +137,5 @@ def _invalid(place: int, key: str, message: str) -> HTTPException:
     return HTTPException(422, _detail(f"items.{place}.{key}", message))
 
 
-def _detail(key: str, message: str) -> list[dict[str, str]]:
-    return [{"key": key, "message": message}]
-
-
-async def answer_invalid(_: Request, err: Exception) -> JSONResponse:
-    """Name what is wrong without echoing a body of megabytes."""
-    assert isinstance(err, RequestValidationError)
-    errors = err.errors()
-    detail = [
-        {"key": ".".join(str(part) for part in error["loc"][1:]), "message": error["msg"]}
-        for error in errors[:MAX_ERRORS_SHOWN]
-    ]
-    is_json = not any(error["type"] == "json_invalid" for error in errors)
-    return JSONResponse({"detail": detail}, status_code=422 if is_json else 400)
+def _detail(key: str, message: str) -> list[dict[str, str | None]]:
+    return [{"key": key, "value": None, "message": message}]

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 
 from services.reward import api
 from services.reward.config import RewardConfig
 from services.reward.grading import Grading
 from services.reward.pool.pool import GradingPool
 from services.reward.worker import GradeWorker
+from shared.answers import answer_malformed
 from shared.api_page import serve_api_page
 from shared.body_limit import BodyLimit
 from shared.current_job import CurrentJob
@@ -49,11 +49,11 @@ def create_app(config: RewardConfig) -> FastAPI:
 
     app = FastAPI(title="Tandem reward", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_bytes=config.limits.max_body_bytes)
-    app.add_exception_handler(RequestValidationError, api.answer_invalid)
     app.include_router(api.router)
     app.include_router(
         health_router(lambda: app.state.pool.failure or broker_trouble(app.state.redis))
     )
+    answer_malformed(app)
     serve_api_page(app)
     return app
 

@@ -1,7 +1,7 @@
 """HTTP of a rollout server: sample, score, and the update transaction."""
 
 import asyncio
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import numpy as np
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -9,39 +9,46 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.rollout.engine.requests import Completion, GroupRequest
+from services.rollout.info import ServerInfo
 from services.rollout.server import RolloutServer
 from services.rollout.serving import Serving
 from services.rollout.weights import CommitFailed, UpdateConflict, UpdateUnknown
 from services.rollout.worker import text_of
+from shared.answers import failures
 from shared.bodies import limited_body
 from shared.errors import ChannelClosed, DeadlineExceeded, Rejected, Retryable
 from shared.messages import SamplingParams
-from shared.parity.trace import MAX_BODY_BYTES, MEDIA_TYPE, TraceRequest
+from shared.parity.trace import BINARY, MAX_BODY_BYTES, MEDIA_TYPE, TRACE_BODY, TraceRequest
 from shared.registry import live_replicas
+from shared.rest_parameters import MAX_NUMBER, Version
 from shared.spans import span
 from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
 
 router = APIRouter(prefix="/v1")
 
-_PROBLEMS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "the body is not JSON"},
-    409: {"description": "that version is not held, or the update is in another state"},
-    422: {"description": "a value is out of bounds; it is named"},
-    501: {"description": "this engine cannot do it"},
-    503: {"description": "no engine, or no weights yet"},
-    504: {"description": "the deadline passed"},
-}
-_UPDATE_PROBLEMS = _PROBLEMS | {404: {"description": "no update of that version"}}
+_NO_ENGINE = failures({503: "no engine, or no weights yet"})
+PROBLEMS = _NO_ENGINE | failures(
+    {
+        409: "that version is not held, or the update is in another state",
+        422: "a value is out of bounds; it is named",
+        504: "the deadline passed",
+    }
+)
+_EMBEDDED_ONLY = failures({501: "the engine shows log-probabilities only"})
+_UPDATE_PROBLEMS = PROBLEMS | failures({404: "no update of that version"})
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 class Prompt(_Body):
     """Token ids or text. Example: {"text": "37+48="}."""
 
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     """The prompt as tokens."""
     text: str | None = None
     """Or as text, which is encoded as it stands."""
@@ -61,28 +68,42 @@ class GenerateRequest(_Body):
     num_samples: int = Field(1, gt=0)
     """Completions of each."""
     sampling: SamplingParams
-    """How."""
-    seed: int = 0
+    """How they are sampled."""
+    seed: int = Field(0, ge=0, lt=2**63)
     """Sample i of prompt j is seeded by (seed, j, i)."""
-    policy_version: int | None = Field(None, description="refuse to sample with any other")
-    timeout_s: float = Field(600.0, gt=0)
-    """Seconds for all of it."""
+    policy_version: int | None = Field(None, ge=0, le=MAX_NUMBER)
+    """The version that has to be held, or the answer is 409; null: whichever is held."""
+    timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
+    """Seconds for all of it; the service has an upper bound."""
+
+
+class VersionSpan(_Body):
+    """Example: {"policy_version": 17, "num_tokens": 24}."""
+
+    policy_version: int
+    """The version that sampled."""
+    num_tokens: int
+    """How many tokens it sampled, one after the other."""
 
 
 class Sample(_Body):
+    """One completion."""
+
     token_ids: list[int]
     """Its tokens, the stop token included."""
     logprobs: list[float]
-    """Of the sampled tokens, at the sampling temperature."""
+    """Natural logarithms of the sampled tokens' probabilities, at the sampling temperature."""
     text: str
     """Without the stop token."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
-    version_spans: list[dict[str, int]]
+    version_spans: list[VersionSpan]
     """Which version sampled how many tokens, in order."""
 
 
 class GenerateResponse(_Body):
+    """`results[j][i]` is sample i of prompt j."""
+
     policy_version: int
     """The version served at the end."""
     results: list[list[Sample]]
@@ -90,13 +111,16 @@ class GenerateResponse(_Body):
 
 
 class ScoreRequest(_Body):
-    sequences: list[Annotated[list[int], Field(min_length=2)]] = Field(min_length=1)
+    """Example: {"sequences": [[5, 17, 3]]}."""
+
+    sequences: list[Annotated[list[TokenId], Field(min_length=2)]] = Field(min_length=1)
     """Token ids; tokens 1 to T-1 of each are scored."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Log-probabilities are at this temperature."""
-    policy_version: int | None = Field(None, description="refuse to score with any other")
-    timeout_s: float = Field(600.0, gt=0)
-    """Seconds for all of it."""
+    policy_version: int | None = Field(None, ge=0, le=MAX_NUMBER)
+    """The version that has to be held, or the answer is 409; null: whichever is held."""
+    timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
+    """Seconds for all of it; the service has an upper bound."""
 
 
 class ScoreResponse(_Body):
@@ -108,7 +132,7 @@ class ScoreResponse(_Body):
     """T-1 numbers for each sequence of T tokens."""
 
 
-@router.post("/generate", responses=_PROBLEMS, tags=["sampling"])
+@router.post("/generate", responses=PROBLEMS, tags=["sampling"])
 async def generate(body: GenerateRequest, request: Request) -> GenerateResponse:
     """Complete every prompt `num_samples` times, all under one deadline."""
     server, serving = _server(request), _serving(request)
@@ -128,7 +152,7 @@ async def generate(body: GenerateRequest, request: Request) -> GenerateResponse:
     return GenerateResponse(policy_version=version, results=results)
 
 
-@router.post("/score", responses=_PROBLEMS, tags=["sampling"])
+@router.post("/score", responses=PROBLEMS, tags=["sampling"])
 async def score(body: ScoreRequest, request: Request) -> ScoreResponse:
     """Log-probabilities of given tokens, by the path that samples them."""
     server, serving = _server(request), _serving(request)
@@ -143,7 +167,17 @@ async def score(body: ScoreRequest, request: Request) -> ScoreResponse:
     return ScoreResponse(policy_version=answer["policy_version"], logprobs=logprobs)
 
 
-@router.post("/trace", responses=_PROBLEMS, tags=["sampling"], response_class=Response)
+@router.post(
+    "/trace",
+    tags=["sampling"],
+    response_class=Response,
+    openapi_extra=TRACE_BODY,
+    responses={
+        200: {"description": "a msgpack `Traced`", "content": {MEDIA_TYPE: BINARY}},
+        **PROBLEMS,
+        **_EMBEDDED_ONLY,
+    },
+)
 async def trace(request: Request) -> Response:
     """Inner states after every sub-module: a msgpack `TraceRequest` in, a `Traced` out."""
     server, serving = _server(request), _embedded(request)
@@ -155,13 +189,13 @@ async def trace(request: Request) -> Response:
 
 
 @router.get("/info", tags=["operation"])
-async def info(request: Request) -> dict[str, Any]:
+async def info(request: Request) -> ServerInfo:
     """Job, version, state and load."""
     return _server(request).info()
 
 
-@router.post("/pause", responses=_PROBLEMS, tags=["operation"])
-async def pause(request: Request) -> dict[str, Any]:
+@router.post("/pause", responses=PROBLEMS, tags=["operation"])
+async def pause(request: Request) -> ServerInfo:
     """Stop decoding where it is; running completions stay in their slots."""
     server = _server(request)
     await _serving(request, needs_weights=False).engine.pause()
@@ -170,8 +204,9 @@ async def pause(request: Request) -> dict[str, Any]:
     return server.info()
 
 
-@router.post("/continue", responses=_PROBLEMS, tags=["operation"])
-async def go_on(request: Request) -> dict[str, Any]:
+@router.post("/continue", responses=PROBLEMS, tags=["operation"])
+async def go_on(request: Request) -> ServerInfo:
+    """Decode again where a pause stopped."""
     server = _server(request)
     await _serving(request, needs_weights=False).engine.go_on()
     server.paused = False
@@ -191,32 +226,34 @@ async def begin_update(body: BeginUpdate, request: Request) -> UpdateStatus:
 
 
 @router.get("/weights/updates/{version}", responses=_UPDATE_PROBLEMS, tags=["weights"])
-async def update_status(version: int, request: Request) -> UpdateStatus:
+async def update_status(version: Version, request: Request) -> UpdateStatus:
+    """How far the update is."""
     return _serving(request, needs_weights=False).updates.status(version)
 
 
 @router.post(
     "/weights/updates/{version}/commit",
-    responses=_UPDATE_PROBLEMS | {500: {"description": "refused; the previous version serves"}},
+    responses=_UPDATE_PROBLEMS | failures({500: "refused; the previous version serves"}),
     tags=["weights"],
 )
-async def commit_update(version: int, body: CommitUpdate, request: Request) -> CommitResult:
+async def commit_update(version: Version, body: CommitUpdate, request: Request) -> CommitResult:
     """Activate a staged version, or serve on as before."""
     return await _serving(request, needs_weights=False).updates.commit(version, body)
 
 
 @router.post(
     "/weights/updates/{version}/rehearse",
-    responses=_UPDATE_PROBLEMS | {500: {"description": "a commit would be refused"}},
+    responses=_UPDATE_PROBLEMS | _EMBEDDED_ONLY | failures({500: "a commit would be refused"}),
     tags=["weights"],
 )
-async def rehearse_update(version: int, body: CommitUpdate, request: Request) -> CommitResult:
+async def rehearse_update(version: Version, body: CommitUpdate, request: Request) -> CommitResult:
     """Load, restore and probe the active version once more, beside what serves."""
     return await _embedded(request).updates.rehearse(version, body)
 
 
 @router.delete("/weights/updates/{version}", responses=_UPDATE_PROBLEMS, tags=["weights"])
-async def abort_update(version: int, request: Request) -> UpdateStatus:
+async def abort_update(version: Version, request: Request) -> UpdateStatus:
+    """Give up a staged version; the one that is served stays."""
     return await _serving(request, needs_weights=False).updates.abort(version)
 
 
@@ -305,7 +342,7 @@ def _sample(completion: Completion, serving: Serving) -> Sample:
         text=text_of(completion, serving.tokenizer),
         finish_reason=completion.finish_reason,
         version_spans=[
-            {"policy_version": version, "num_tokens": num}
+            VersionSpan(policy_version=version, num_tokens=num)
             for version, num in completion.version_spans
         ],
     )

@@ -10,6 +10,7 @@ from services.rollout import api
 from services.rollout.config import RolloutConfig
 from services.rollout.server import RolloutServer
 from services.rollout.worker import SampleWorker
+from shared.answers import answer_malformed
 from shared.api_page import serve_api_page
 from shared.body_limit import BodyLimit
 from shared.redis import create_redis
@@ -33,6 +34,7 @@ def create_app(config: RolloutConfig) -> FastAPI:
     app.include_router(health_router(lambda: app.state.server.unready()))
     for kind in api.STATUS:
         app.add_exception_handler(kind, api.answer_error)
+    answer_malformed(app)
     serve_api_page(app)
     return app
 

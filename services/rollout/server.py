@@ -17,6 +17,7 @@ import structlog
 from redis.asyncio import Redis
 
 from services.rollout.config import RolloutConfig
+from services.rollout.info import ServerInfo
 from services.rollout.peers import Peers
 from services.rollout.serving import Serving, serving_job
 from services.rollout.starts import Starts
@@ -130,20 +131,20 @@ class RolloutServer:
             return f"serves version {serving.policy_version}, version {wanted} is wanted"
         return None
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> ServerInfo:
         serving = self.serving
         engine = serving.engine if serving else None
-        return {
-            **self.describe().model_dump(mode="json"),
-            "current_version": self._announced_version,
-            "held_version": self._held_version,
-            "unready": self.unready(),
-            "effective_checksum": engine.checksum if engine else None,
-            "engine_pid": engine.pid if engine else None,
-            "running": engine.load.running if engine else 0,
-            "waiting": engine.load.waiting if engine else 0,
-            "tokens_sampled": engine.load.tokens_sampled if engine else 0,
-        }
+        return ServerInfo(
+            **self.describe().model_dump(),
+            current_version=self._announced_version,
+            held_version=self._held_version,
+            unready=self.unready(),
+            effective_checksum=engine.checksum if engine else None,
+            engine_pid=engine.pid if engine else None,
+            running=engine.load.running if engine else 0,
+            waiting=engine.load.waiting if engine else 0,
+            tokens_sampled=engine.load.tokens_sampled if engine else 0,
+        )
 
     def known_sources(self, peers: list[Replica]) -> list[str]:
         """Addresses that weights may be pulled from."""

@@ -10,14 +10,16 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, FastAPI
 from pydantic import Field
 
 from services.rollout import api
 from services.rollout.config import RolloutConfig
+from services.rollout.info import ServerInfo
 from services.rollout.serving import Serving, serving_job
+from shared.answers import answer_malformed
 from shared.api_page import serve_api_page
 from shared.config import ServiceConfig, load_config, settings_of
 from shared.errors import ChannelClosed, DeadlineExceeded, Fatal, RemoteError
@@ -69,16 +71,20 @@ class StandaloneServer:
             return "loading the checkpoint"
         return "the engine died" if self.serving.engine.died.is_set() else None
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> ServerInfo:
         engine = self.serving.engine if self.serving else None
-        return {
-            "service": "rollout",
-            "job_id": JOB_ID,
-            "state": "serving" if engine else "starting",
-            "policy_version": engine.policy_version if engine else None,
-            "effective_checksum": engine.checksum if engine else None,
-            "pid": os.getpid(),
-        }
+        return ServerInfo(
+            service="rollout",
+            name=JOB_ID,
+            url=self.config.url,
+            pid=os.getpid(),
+            job_id=JOB_ID,
+            state="serving" if engine else "starting",
+            policy_version=engine.policy_version if engine else None,
+            unready=self.unready(),
+            effective_checksum=engine.checksum if engine else None,
+            engine_pid=engine.pid if engine else None,
+        )
 
 
 def main() -> None:
@@ -100,13 +106,14 @@ def create_app(server: StandaloneServer) -> FastAPI:
     app = FastAPI(title="Tandem standalone sampler", docs_url=None, redoc_url=None)
     app.state.server = server
     router = APIRouter(prefix="/v1", tags=["sampling"])
-    router.post("/generate")(api.generate)
-    router.post("/score")(api.score)
+    router.post("/generate", responses=api.PROBLEMS)(api.generate)
+    router.post("/score", responses=api.PROBLEMS)(api.score)
     router.get("/info")(api.info)
     app.include_router(router)
     app.include_router(health_router(server.unready))
     for kind in api.STATUS:
         app.add_exception_handler(kind, api.answer_error)
+    answer_malformed(app)
     serve_api_page(app)
     return app
 

@@ -7,16 +7,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Header, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
 
 from services.trainer.config import PROJECT_ROOT, TrainerConfig
 from services.trainer.events import EVENTS_FILE
-from services.trainer.jobs.changes import changed
+from services.trainer.jobs.changes import Changes, changed
 from services.trainer.jobs.reports import REPORT_FILE
 from services.trainer.jobs.runner import JobRunner
 from services.trainer.jobs.status import job_status
 from services.trainer.jobs.store import ENDED, JobStore, KeyReused, StoredJob, WrongState
 from services.trainer.jobs.submission import (
-    AsJob,
+    DescribedAs,
     Problem,
     Refused,
     allowed_roots,
@@ -28,100 +29,55 @@ from services.trainer.keeper import StepRefused
 from services.trainer.ranks import RanksLost
 from services.trainer.report.overview import Overviews
 from services.trainer.sse import event_stream
-from shared.answers import EscapedJSONResponse
+from shared.answers import MALFORMED, NO_BROKER, EscapedJSONResponse, failures
 from shared.job import Job
+from shared.job_answers import JobList, JobStatus, RunOverview, ServerList, Submitted
 from shared.registry import Replica, live_replicas
+from shared.rest_parameters import MAX_NUMBER, JobId
 
 MAX_DOCUMENT_BYTES = 2**20
 MAX_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_SEQUENCES = 1024
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 SUMMARY_FILE = "summary.json"
-NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "there is no such job"}}
-CONFLICT: dict[int | str, dict[str, Any]] = {
-    **NOT_FOUND,
-    409: {"description": "the job's state does not allow it"},
+TEXT = {"schema": {"type": "string"}}
+SUMMARY = {
+    "type": "object",
+    "description": "a free map: which numbers and texts there are depends on what the job did",
+    "additionalProperties": True,
 }
+NO_JOB = "there is no such job"
+FULL = "the disk is full; file and free space are named"
+NOT_FOUND = failures({404: NO_JOB})
+CONFLICT = failures({404: NO_JOB, 409: "the job's state does not allow it", 507: FULL})
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 
 
-class Submitted(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    job_id: str
-    """Its name from now on."""
-    warnings: list[str]
-    """What the job does without, one sentence each."""
-
-
-class JobStatus(BaseModel):
-    """Example state: 'running'; `counts` are groups by state and by reason."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    job_id: str
-    """Its name, `<name>-<4 hex>`."""
-    name: str
-    """As its document says."""
-    state: str
-    """`queued`, `running`, `paused`, `finished`, `failed` or `cancelled`."""
-    step: int
-    """The newest step whose batch is durable."""
-    steps: int
-    """Steps in all."""
-    policy_version: int
-    """The version that this step makes."""
-    created_at_s: float
-    """Unix time of its submission."""
-    error: str | None
-    """Why it is paused or failed."""
-    wish: str | None
-    """What was asked for and has not happened yet: `pause` or `cancel`."""
-    doing: str | None
-    """What a running job is at; a wish is answered after it, or within it."""
-    warnings: list[str]
-    """What the job does without, one sentence each."""
-    counts: dict[str, int]
-    """Groups by state, and by reason as `dropped:no_variance`."""
-    last: dict[str, float]
-    """Numbers of the newest step by name."""
-
-
-class JobList(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    jobs: list[JobStatus]
-    """Oldest first."""
-
-
-class ServerList(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    servers: list[dict[str, Any]]
-    """One record a replica: service, name, url, state, version."""
-
-
 class ScoreRequest(BaseModel):
+    """Example: {"sequences": [[5, 17, 3]]}."""
+
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     sequences: list[list[TokenId]] = Field(max_length=MAX_SCORE_SEQUENCES)
     """Token ids; tokens 1 to T-1 of each are scored."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Log-probabilities are at this temperature."""
-    policy_version: int | None = None
-    """Answer 409 unless this version is held; default: the one that is."""
+    policy_version: int | None = Field(None, ge=0, le=MAX_NUMBER)
+    """The version that has to be held, or the answer is 409; null: whichever is held."""
     timeout_s: float = Field(120.0, gt=0, le=3600)
-    """How long to wait for the ranks."""
+    """Seconds to wait for the ranks."""
 
 
 class Scores(BaseModel):
+    """`logprobs[i][t]` is of token t + 1 of sequence i."""
+
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     policy_version: int
     """The version that scored."""
     logprobs: list[list[float]]
-    """T-1 numbers for each sequence of T tokens."""
+    """Natural logarithms, T-1 for each sequence of T tokens."""
 
 
 class _State:
@@ -171,14 +127,15 @@ def at_most(max_bytes: int) -> Any:
     dependencies=[at_most(MAX_DOCUMENT_BYTES)],
     responses={
         200: {"model": Submitted, "description": "the same key submitted it before"},
-        409: {"description": "the idempotency key belongs to another document"},
-        422: {"description": "`detail` lists key, value, message, and what else is allowed"},
+        **failures(
+            {409: "the idempotency key belongs to another document", 422: MALFORMED, 507: FULL}
+        ),
     },
 )
 async def submit(
     state: State,
     response: Response,
-    document: Annotated[dict[str, Any], AsJob(), Body()],
+    document: Annotated[dict[str, Any], DescribedAs(Job), Body()],
     idempotency_key: IdempotencyKey = None,
 ) -> Submitted:
     """Queue a job. Its files are checked before the answer, unless its key has queued it before."""
@@ -204,17 +161,19 @@ async def list_jobs(state: State) -> JobList:
 
 
 @router.get("/jobs/{job_id}", responses=NOT_FOUND)
-async def show_job(state: State, job_id: str) -> JobStatus:
+async def show_job(state: State, job_id: JobId) -> JobStatus:
+    """Where it is, and what its newest step was like."""
     return await state.status(state.job(job_id))
 
 
 @router.post("/jobs/{job_id}/cancel", responses=CONFLICT)
-async def cancel(state: State, job_id: str) -> JobStatus:
+async def cancel(state: State, job_id: JobId) -> JobStatus:
+    """End it for good; what it has trained stays, and its report is written."""
     return await _asked(state, job_id, "cancel")
 
 
 @router.post("/jobs/{job_id}/pause", responses=CONFLICT)
-async def pause(state: State, job_id: str) -> JobStatus:
+async def pause(state: State, job_id: JobId) -> JobStatus:
     """The step in progress is finished first; ranks that start, load or replay are stopped."""
     return await _asked(state, job_id, "pause")
 
@@ -222,10 +181,12 @@ async def pause(state: State, job_id: str) -> JobStatus:
 @router.post(
     "/jobs/{job_id}/resume",
     dependencies=[at_most(MAX_DOCUMENT_BYTES)],
-    responses=CONFLICT | {422: {"description": "what is to change cannot be, or does not fit"}},
+    responses=CONFLICT | failures({422: "what is to change cannot be, or does not fit"}),
 )
 async def resume(
-    state: State, job_id: str, changes: Annotated[dict[str, Any] | None, Body()] = None
+    state: State,
+    job_id: JobId,
+    changes: Annotated[dict[str, Any] | None, DescribedAs(Changes), Body()] = None,
 ) -> JobStatus:
     """Continue where the job stopped. `changes`, parts of a job's document, spread it otherwise:
     `cluster`, `actor.parallel`, `.recompute`, `.optimizer.offload`, `.max_tokens_per_gpu`, `.env`
@@ -238,14 +199,22 @@ async def resume(
     return await _asked(state, job_id, "resume", job)
 
 
-@router.get("/jobs/{job_id}/events", responses=NOT_FOUND)
+@router.get(
+    "/jobs/{job_id}/events",
+    response_class=StreamingResponse,
+    responses={
+        200: {"description": "an event of the run each", "content": {"text/event-stream": TEXT}},
+        **NOT_FOUND,
+    },
+)
 async def follow(
     state: State,
     request: Request,
-    job_id: str,
-    after: Annotated[int, Query(ge=0, description="lines that the reader has")] = 0,
+    job_id: JobId,
+    after: Annotated[int, Query(ge=0, le=MAX_NUMBER, description="lines that the reader has")] = 0,
     last_event_id: Annotated[
-        int | None, Header(ge=0, description="the same, as browsers say it when they come back")
+        int | None,
+        Header(ge=0, le=MAX_NUMBER, description="the same, as browsers say it when they come back"),
     ] = None,
 ) -> StreamingResponse:
     """Server-sent events: the lines of the run's events.jsonl from line `after` on, then new ones.
@@ -268,46 +237,65 @@ async def follow(
     return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
 
 
-@router.get("/jobs/{job_id}/metrics", responses=NOT_FOUND)
-async def metrics(state: State, job_id: str) -> dict[str, Any]:
+@router.get("/jobs/{job_id}/metrics", response_model=RunOverview, responses=NOT_FOUND)
+async def metrics(state: State, job_id: JobId) -> Response:
     """The run for a screen: at most 1,000 steps (means over several in a longer run), evaluations,
     the last updates and events, and counts of all events; `after` is where the stream goes on.
     """
     state.job(job_id)
     path = state.runner.run_dir(job_id) / EVENTS_FILE
-    return await asyncio.to_thread(state.overviews.document, path)
+    # Not checked once more: the events were when they were written, and there may be thousands.
+    body = await asyncio.to_thread(lambda: to_json(state.overviews.document(path)))
+    return Response(body, media_type="application/json")
 
 
-@router.get("/jobs/{job_id}/report", responses=NOT_FOUND, response_class=FileResponse)
-async def report(state: State, job_id: str) -> FileResponse:
+@router.get(
+    "/jobs/{job_id}/report",
+    response_class=FileResponse,
+    responses={
+        200: {"description": "one HTML file", "content": {"text/html": TEXT}},
+        **failures({404: "there is no such job, or no report of it yet"}),
+    },
+)
+async def report(state: State, job_id: JobId) -> FileResponse:
     """The run as a page. Of a job in progress as it is now, made anew at most twice a minute."""
     is_running = state.job(job_id).state == "running"
     await state.runner.reports.refresh(state.runner.run_dir(job_id), is_running=is_running)
     return _file(state, job_id, REPORT_FILE, "text/html")
 
 
-@router.get("/jobs/{job_id}/summary", responses=NOT_FOUND, response_class=FileResponse)
-async def summary(state: State, job_id: str) -> FileResponse:
+@router.get(
+    "/jobs/{job_id}/summary",
+    response_class=FileResponse,
+    responses={
+        200: {"description": "summary.json", "content": {"application/json": {"schema": SUMMARY}}},
+        **failures({404: "there is no such job, or it has not ended"}),
+    },
+)
+async def summary(state: State, job_id: JobId) -> FileResponse:
+    """What came of it in numbers, once it has ended."""
     return _file(state, job_id, SUMMARY_FILE, "application/json")
 
 
-@router.get("/servers")
+@router.get("/servers", responses=failures({503: NO_BROKER}))
 async def servers(state: State) -> ServerList:
     """Live replicas of all services."""
     found: list[Replica] = []
     for service in ("trainer", "rollout", "reward", "evaluator"):
         found += await live_replicas(state.redis, service)
-    return ServerList(servers=[replica.model_dump() for replica in found])
+    return ServerList(servers=found)
 
 
 @router.post(
     "/score",
     dependencies=[at_most(MAX_SCORE_BYTES)],
-    responses={
-        409: {"description": "no job is active, or it holds another version"},
-        503: {"description": "the ranks cannot be kept alive, or the job is ending"},
-        504: {"description": "the ranks were busy for all of `timeout_s`"},
-    },
+    responses=failures(
+        {
+            409: "no job is active, or it holds another version",
+            503: "the ranks cannot be kept alive, or the job is ending",
+            504: "the ranks were busy for all of `timeout_s`",
+        }
+    ),
 )
 async def score(state: State, asked: ScoreRequest) -> Scores:
     """Log-probabilities of tokens 1..T-1 of each sequence under the trained policy as it is now."""

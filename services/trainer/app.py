@@ -27,7 +27,9 @@ from services.trainer.report.overview import Overviews
 from services.trainer.weight_routes import find_shard
 from shared.answers import answer_malformed
 from shared.api_page import serve_api_page
+from shared.body_limit import BodyLimit
 from shared.http import HttpClient
+from shared.parity.trace import MAX_BODY_BYTES
 from shared.redis import broker_trouble, create_redis
 from shared.registry import Replica, keep_registered
 from shared.service import Worker, health_router
@@ -67,6 +69,7 @@ def create_app(config: TrainerConfig, *, begin_ranks: BeginRanks | None = None) 
         await state.redis.aclose()
 
     app = FastAPI(title="Tandem trainer", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     app.include_router(api.router)
     app.include_router(inspection.router)
     app.include_router(launch_routes.router)

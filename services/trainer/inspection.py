@@ -9,9 +9,10 @@ from services.trainer.conductor import Conductor
 from services.trainer.drift import fields_of
 from services.trainer.keeper import StepRefused
 from services.trainer.ranks import RanksLost
+from shared.answers import failures
 from shared.bodies import limited_body
 from shared.errors import Rejected, WeightsCorrupt
-from shared.parity.trace import MAX_BODY_BYTES, MEDIA_TYPE, TraceRequest
+from shared.parity.trace import BINARY, MAX_BODY_BYTES, MEDIA_TYPE, TRACE_BODY, TraceRequest
 
 NO_JOB_TO_ATTRIBUTE = (
     "no job is active: this asks the job that trains now; the report of one that has ended says it "
@@ -33,19 +34,21 @@ class Attributed(BaseModel):
     num_tokens: int
     """Response tokens that were scored."""
     whole: float
-    """Mean |Δ log p| of the step."""
+    """Mean |Δ log p| of the step's response tokens."""
     parts: dict[str, float]
-    """What each source adds to it."""
+    """What each source adds to it, by the source's name."""
     explained_share: float
-    """Share of `whole` that the parts add up to."""
+    """Share of `whole` that the parts add up to; 1 where all of it is explained."""
 
 
 @router.post(
     "/attribution",
-    responses={
-        409: {"description": "no job is active, or it has trained nothing that can be scored"},
-        503: {"description": "the ranks cannot be kept alive, or the job is ending"},
-    },
+    responses=failures(
+        {
+            409: "no job is active, or it has trained nothing that can be scored",
+            503: "the ranks cannot be kept alive, or the job is ending",
+        }
+    ),
 )
 async def attribution(request: Request) -> Attributed:
     """Where |Δ log p| of the last trained step comes from, under the weights held now."""
@@ -64,12 +67,17 @@ async def attribution(request: Request) -> Attributed:
 @router.post(
     "/trace",
     response_class=Response,
+    openapi_extra=TRACE_BODY,
     responses={
-        409: {"description": "no job is active, or it holds another version"},
-        413: {"description": "the body is too long"},
-        422: {"description": "the body is no request, or a value is out of bounds"},
-        503: {"description": "the ranks cannot be kept alive, or the job is ending"},
-        504: {"description": "the ranks were busy for all of `timeout_s`"},
+        200: {"description": "a msgpack `Traced`", "content": {MEDIA_TYPE: BINARY}},
+        **failures(
+            {
+                409: "no job is active, or it holds another version",
+                422: "the body is no request, or a value is out of bounds",
+                503: "the ranks cannot be kept alive, or the job is ending",
+                504: "the ranks were busy for all of `timeout_s`",
+            }
+        ),
     },
 )
 async def trace(request: Request) -> Response:

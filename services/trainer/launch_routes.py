@@ -5,9 +5,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from services.trainer.launch import Launch, LaunchBoard, Refusal
+from shared.answers import Responses
 
 router = APIRouter(prefix="/v1", tags=["ranks"])
-NONE: dict[int | str, dict[str, Any]] = {204: {"description": "no ranks are wanted"}}
+NONE: Responses = {204: {"description": "no ranks are wanted"}}
 
 
 @router.get("/launch", response_model=Launch, responses=NONE)

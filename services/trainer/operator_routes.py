@@ -4,23 +4,33 @@ import asyncio
 import tomllib
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi import APIRouter, HTTPException, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.trainer.announcements import work_streams
 from services.trainer.config import PROJECT_ROOT
 from services.trainer.shown_samples import SampleHead, SampleShelf, ShownSample
 from shared import topology
+from shared.answers import NO_BROKER, failures
 from shared.dead_letters import DeadLetter, dead_letters, requeue_dead
+from shared.rest_parameters import MAX_ID_CHARS, MAX_NUMBER, JobId
 
 EXCERPT_CHARS = 200
-NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "there is no such thing"}}
+NOT_FOUND = failures({404: "there is no such job"})
+NO_SAMPLE = failures({404: "there is no such job, or the sample is not kept"})
+ON_BROKER = NOT_FOUND | failures({503: NO_BROKER})
+RolloutId = Annotated[
+    str, Path(max_length=2 * MAX_ID_CHARS, description="the sample's name, as the list has it")
+]
+DeadId = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 Stage = Literal["prompts", "rollouts", "groups", "evals"]
 
 router = APIRouter(prefix="/v1", tags=["operating"])
 
 
 class SampleList(BaseModel):
+    """A window on the newest steps, not a record of all."""
+
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     samples: list[SampleHead]
@@ -43,16 +53,18 @@ class Letter(BaseModel):
     times_delivered: int
     """How often it was tried."""
     buried_at_s: float
-    """Unix time."""
+    """Unix time in seconds."""
     body_bytes: int
-    """Length of the message."""
+    """Length of the message in bytes."""
     is_whole: bool
     """Whether the message is all there: an excerpt cannot be queued again."""
     excerpt: str
-    """Its first bytes; what is no text is escaped."""
+    """Its first 200 bytes as text; what is no text is escaped."""
 
 
 class LetterList(BaseModel):
+    """The job's dead letters."""
+
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     letters: list[Letter]
@@ -66,11 +78,13 @@ class RequeueRequest(BaseModel):
 
     stage: Stage
     """The stream that they were taken from."""
-    dead_ids: list[str] = Field(min_length=1, max_length=1000)
+    dead_ids: list[DeadId] = Field(min_length=1, max_length=1000)
     """Which letters, by their names."""
 
 
 class Requeued(BaseModel):
+    """Example: {"num_requeued": 2}; one that is gone or no excerpt of it is kept is not counted."""
+
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     num_requeued: int
@@ -78,15 +92,19 @@ class Requeued(BaseModel):
 
 
 class Preset(BaseModel):
+    """A job to start from."""
+
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     name: str
-    """Of the file in `configs/`."""
+    """Name of its file in `configs/`, without `.toml`."""
     document: dict[str, Any]
-    """The job as it would be submitted."""
+    """The job as it would be submitted; a free map here, checked as a job by its submission."""
 
 
 class PresetList(BaseModel):
+    """Jobs to start from."""
+
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     presets: list[Preset]
@@ -96,8 +114,11 @@ class PresetList(BaseModel):
 @router.get("/jobs/{job_id}/samples", responses=NOT_FOUND)
 async def samples(
     request: Request,
-    job_id: str,
-    step: Annotated[int | None, Query(ge=0, description="of this step only")] = None,
+    job_id: JobId,
+    step: Annotated[
+        int | None,
+        Query(ge=0, le=MAX_NUMBER, description="of this step only; default: of all kept"),
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="at most so many")] = 200,
 ) -> SampleList:
     """Samples of the newest steps: a group of each, and those furthest from the trainer."""
@@ -115,8 +136,8 @@ async def samples(
     return SampleList.model_validate({"samples": await asyncio.to_thread(read)})
 
 
-@router.get("/jobs/{job_id}/samples/{rollout_id}", responses=NOT_FOUND)
-async def sample(request: Request, job_id: str, rollout_id: str) -> ShownSample:
+@router.get("/jobs/{job_id}/samples/{rollout_id}", responses=NO_SAMPLE)
+async def sample(request: Request, job_id: JobId, rollout_id: RolloutId) -> ShownSample:
     """One sample, token by token."""
     run_dir = _run_dir(request, job_id)
 
@@ -135,8 +156,8 @@ async def sample(request: Request, job_id: str, rollout_id: str) -> ShownSample:
     return found
 
 
-@router.get("/jobs/{job_id}/dead-letters", responses=NOT_FOUND)
-async def letters(request: Request, job_id: str) -> LetterList:
+@router.get("/jobs/{job_id}/dead-letters", responses=ON_BROKER)
+async def letters(request: Request, job_id: JobId) -> LetterList:
     """Messages of the job that nobody could handle, with the reason."""
     _run_dir(request, job_id)
     redis = request.app.state.redis
@@ -148,8 +169,8 @@ async def letters(request: Request, job_id: str) -> LetterList:
     return LetterList(letters=sorted(found, key=lambda one: one.buried_at_s))
 
 
-@router.post("/jobs/{job_id}/dead-letters/requeue", responses=NOT_FOUND)
-async def requeue(request: Request, job_id: str, asked: RequeueRequest) -> Requeued:
+@router.post("/jobs/{job_id}/dead-letters/requeue", responses=ON_BROKER)
+async def requeue(request: Request, job_id: JobId, asked: RequeueRequest) -> Requeued:
     """Put letters back into their stream as new messages.
 
     A group whose message was buried has been dropped from the books and replaced meanwhile: it is

@@ -3,8 +3,10 @@
 import asyncio
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Request
+from fastapi import Path as FromPath
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,41 +14,18 @@ from services.trainer.conductor import Conductor
 from services.trainer.jobs.runner import JobRunner
 from services.trainer.replayer import Replayer
 from services.trainer.versions import VersionStore
+from shared.answers import failures
 from shared.errors import WeightsCorrupt
+from shared.job_answers import KeptVersion, KeptVersions
+from shared.rest_parameters import MAX_NUMBER, JobId, Version
 from shared.weights.manifest import Manifest
 from shared.weights.shard_server import Kind
 
+NOT_OFFERED = failures({404: "no job is active, or this is not of a version that it offers"})
+ShardKind = Annotated[Kind, FromPath(description="`shards`: whole; `deltas`: what changed in it")]
+Index = Annotated[int, FromPath(ge=0, le=MAX_NUMBER, description="which, as the manifest counts")]
+
 router = APIRouter(prefix="/v1", tags=["weights"])
-
-
-class KeptVersion(BaseModel):
-    """A version that can be served; `is_whole` is False where it would be rebuilt first."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    policy_version: int
-    """Its number."""
-    is_whole: bool
-    """Whether it is kept as whole weights, not as changes."""
-    stored_bytes: int
-    """What it takes on disk."""
-    base_version: int | None
-    """The version that its changes are of."""
-    effective_checksum: str | None = Field(description="null before a server has served it")
-    servers: list[str] = Field(description="that serve it now")
-
-
-class KeptVersions(BaseModel):
-    """`rolled_back_to` is null while the current version is the one to serve."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    current: int | None
-    """The newest version."""
-    rolled_back_to: int | None
-    """The older version that servers shall serve instead."""
-    versions: list[KeptVersion]
-    """Oldest first."""
 
 
 class RollBack(BaseModel):
@@ -54,12 +33,12 @@ class RollBack(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    to: int = Field(ge=0)
+    to: int = Field(ge=0, le=MAX_NUMBER)
     """The version to serve; the current one ends a rollback."""
 
 
-@router.get("/jobs/{job_id}/weights", responses={404: {"description": "no such job in progress"}})
-async def kept_versions(request: Request, job_id: str) -> KeptVersions:
+@router.get("/jobs/{job_id}/weights", responses=failures({404: "no such job in progress"}))
+async def kept_versions(request: Request, job_id: JobId) -> KeptVersions:
     """Every version that can be served again, oldest first."""
     parts = _active(request, job_id).parts
     kept = await asyncio.to_thread(parts.store.describe)
@@ -76,12 +55,14 @@ async def kept_versions(request: Request, job_id: str) -> KeptVersions:
 @router.post(
     "/jobs/{job_id}/weights/rollback",
     status_code=202,
-    responses={
-        404: {"description": "no such job in progress, or the version is not kept"},
-        409: {"description": "a file that the version is rebuilt from is missing"},
-    },
+    responses=failures(
+        {
+            404: "no such job in progress, or the version is not kept",
+            409: "a file that the version is rebuilt from is missing",
+        }
+    ),
 )
-async def roll_back(request: Request, job_id: str, body: RollBack) -> KeptVersions:
+async def roll_back(request: Request, job_id: JobId, body: RollBack) -> KeptVersions:
     """Have every free server serve an older version under its own number; training waits."""
     try:
         await _active(request, job_id).parts.rollback.to(body.to)
@@ -92,8 +73,9 @@ async def roll_back(request: Request, job_id: str, body: RollBack) -> KeptVersio
     return await kept_versions(request, job_id)
 
 
-@router.get("/weights/{version}/manifest", responses={404: {"description": "not offered"}})
-async def manifest(request: Request, version: int) -> Manifest:
+@router.get("/weights/{version}/manifest", responses=NOT_OFFERED)
+async def manifest(request: Request, version: Version) -> Manifest:
+    """What the version consists of: tensors, shards and checksums."""
     found = _store(request).manifest(version)
     if found is None:
         raise HTTPException(404, f"version {version} is not offered")
@@ -103,9 +85,12 @@ async def manifest(request: Request, version: int) -> Manifest:
 @router.get(
     "/weights/{version}/{kind}/{index}",
     status_code=307,
-    responses={404: {"description": "not offered"}},
+    response_class=RedirectResponse,
+    responses=NOT_OFFERED,
 )
-async def shard(request: Request, version: int, kind: Kind, index: int) -> RedirectResponse:
+async def shard(
+    request: Request, version: Version, kind: ShardKind, index: Index
+) -> RedirectResponse:
     """Where the bytes are: a shard or what changed in it, also in ranges from an offset."""
     if _store(request).file(version, kind, index) is None:
         raise HTTPException(404, f"{kind} {index} of version {version} is not offered")

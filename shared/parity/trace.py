@@ -22,6 +22,15 @@ MAX_TRACE_SEQUENCES = 64
 MAX_STATE_BYTES = 256 * 2**20
 MAX_BODY_BYTES = MAX_STATE_BYTES + 2**20
 MEDIA_TYPE = "application/msgpack"
+BINARY = {"schema": {"type": "string", "format": "binary"}}
+TRACE_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": "a msgpack `TraceRequest`",
+        "content": {MEDIA_TYPE: BINARY},
+    }
+}
+"""`openapi_extra` of a route that takes one."""
 
 TraceRounding = Literal["own", "none", "sampler"]
 """How the trainer computes: as it trains, in its own precision, or with the weights and activations

@@ -123,6 +123,7 @@ class Manifest(_Strict):
     """All tensors of `policy_version`. Shard i is served at `…/v1/weights/{version}/shards/{i}`."""
 
     format: Literal[1] = 1
+    """Of this manifest."""
     job_id: str
     """The job that made it."""
     policy_version: int = Field(ge=0)

@@ -1,4 +1,4 @@
-"""Every service's REST says what each field, parameter and route is."""
+"""Every service's OpenAPI document says what each route takes, answers and refuses."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,45 +6,92 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from services.evaluator.app import create_app as evaluator
-from services.evaluator.config import EvaluatorConfig
-from services.reward.app import create_app as reward
-from services.reward.config import RewardConfig
-from services.rollout.app import create_app as rollout
-from services.rollout.config import RolloutConfig
-from services.trainer.app import create_app as trainer
-from services.trainer.config import TrainerConfig
+from tests.rest_apps import APPS
 
-# What FastAPI itself makes of a refused request.
-OF_FASTAPI = {"HTTPValidationError", "ValidationError"}
-APPS = {
-    "evaluator": lambda: evaluator(EvaluatorConfig()),
-    "reward": lambda: reward(RewardConfig()),
-    "rollout": lambda: rollout(RolloutConfig()),
-    "trainer": lambda: trainer(TrainerConfig()),
-}
+# Free on purpose; each says so. All other objects name their fields, or are maps of one type.
+FREE = {"EvalStatus.result", "Event.fields", "Preset.document", "Problem.allowed", "Problem.value"}
+FAILURE = {"$ref": "#/components/schemas/Failure"}
+PLAIN = ("text/", "application/msgpack")
+
+Schema = dict[str, Any]
 
 
-def undescribed(app: FastAPI) -> Iterator[str]:
-    document = app.openapi()
+def routes(document: Schema) -> Iterator[tuple[str, Schema]]:
     for path, methods in document["paths"].items():
         for method, route in methods.items():
-            if not route.get("description") and not route.get("summary"):
-                yield f"{method} {path}"
-            yield from (
-                f"{method} {path}?{one['name']}"
-                for one in route.get("parameters", ())
-                if one["in"] != "path" and not one.get("description")
-            )
-    for name, schema in document["components"]["schemas"].items():
-        if name not in OF_FASTAPI:
-            yield from _fields(name, schema)
+            yield f"{method} {path}", route
 
 
-def _fields(name: str, schema: dict[str, Any]) -> Iterator[str]:
-    for field, described in schema.get("properties", {}).items():
-        if not described.get("description") and "const" not in described:
-            yield f"{name}.{field}"
+def untold(app: FastAPI) -> Iterator[str]:
+    """What a reader of the document would have to guess."""
+    document = app.openapi()
+    seen: set[str] = set()
+    for name, route in routes(document):
+        if not route.get("description") or not route.get("summary"):
+            yield f"{name} has no description"
+        for one in route.get("parameters", ()):
+            if not one.get("description"):
+                yield f"{name}: parameter {one['name']} has no description"
+        for place, content in _bodies(route):
+            for media, told in content.items():
+                yield from _untold(told.get("schema", {}), f"{name} {place}", document, seen)
+                if media.startswith(PLAIN) and told["schema"].get("type") != "string":
+                    yield f"{name} {place}: {media} is no string"
+
+
+def _bodies(route: Schema) -> Iterator[tuple[str, Schema]]:
+    if "requestBody" in route:
+        yield "body", route["requestBody"]["content"]
+    for status, answer in route["responses"].items():
+        yield status, answer.get("content", {})
+
+
+def _untold(schema: Schema, place: str, document: Schema, seen: set[str]) -> Iterator[str]:
+    if "$ref" in schema:
+        place = schema["$ref"].rpartition("/")[2]
+        if place in seen:
+            return
+        seen.add(place)
+        schema = document["components"]["schemas"][place]
+        if not schema.get("description"):
+            yield f"{place} has no description"
+    told = schema.get("description", "")
+    if not set(schema) - {"title", "description", "default"} and place not in FREE:
+        yield f"{place} may be anything"
+    if schema.get("type") == "object" and "properties" not in schema:
+        inner = schema.get("additionalProperties", True)
+        if inner is True and "free map" not in told:
+            yield f"{place} is an untyped object that does not say so"
+    for field, inner in schema.get("properties", {}).items():
+        if not inner.get("description"):
+            yield f"{place}.{field} has no description"
+        yield from _untold(inner, f"{place}.{field}", document, seen)
+    parts = [schema.get("items"), schema.get("additionalProperties")]
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        # a map that may be null has its description one level up
+        parts += [{"description": told, **one} for one in schema.get(key, ())]
+    for inner in parts:
+        if isinstance(inner, dict):
+            yield from _untold(inner, place, document, seen)
+
+
+def unlisted(app: FastAPI) -> Iterator[str]:
+    """Refusals that are not listed in the form in which they come."""
+    for name, route in routes(app.openapi()):
+        answers = route["responses"]
+        takes = {"422"} if route.get("parameters") or "requestBody" in route else set()
+        if "requestBody" in route:
+            takes |= {"413"}
+        if "{" in name and "update" not in name.partition("{")[0]:
+            takes |= {"404"} if "profiles" not in name or "get" in name else {"409"}
+        yield from (f"{name}: {status} is not listed" for status in takes - answers.keys())
+        for status, answer in answers.items():
+            if int(status) < 400 or name == "get /readyz":
+                continue
+            if not answer.get("description"):
+                yield f"{name}: {status} has no description"
+            if answer.get("content", {}).get("application/json", {}).get("schema") != FAILURE:
+                yield f"{name}: {status} has no schema"
 
 
 def test_a_submission_is_described_as_a_job() -> None:
@@ -56,5 +103,24 @@ def test_a_submission_is_described_as_a_job() -> None:
 
 
 @pytest.mark.parametrize("service", APPS)
-def test_every_field_is_described(service: str) -> None:
-    assert list(undescribed(APPS[service]())) == []
+def test_everything_is_described(service: str) -> None:
+    assert list(untold(APPS[service]())) == []
+
+
+@pytest.mark.parametrize("service", APPS)
+def test_every_refusal_is_listed_with_its_schema(service: str) -> None:
+    assert list(unlisted(APPS[service]())) == []
+
+
+def test_what_is_not_described_is_found() -> None:
+    app = FastAPI()
+
+    @app.post("/{name}")
+    async def take(name: str, body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+    found = list(untold(app))
+    assert "post /{name} has no description" in found
+    assert "post /{name}: parameter name has no description" in found
+    assert "post /{name} body is an untyped object that does not say so" in found
+    assert "post /{name}: 422 has no schema" in list(unlisted(app))

@@ -1,41 +1,57 @@
 """Parity over HTTP: ask for a run, look at it, read its report as JSON or as a page."""
 
 import asyncio
-from typing import Any, cast
+from typing import Annotated, cast
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Path, Request
 from fastapi.responses import HTMLResponse
+from pydantic import BaseModel, ConfigDict
 
 from services.evaluator.parity.report import ParityStatus
 from services.evaluator.parity.requests import ParityRequest, ParityRuns
+from shared.answers import MALFORMED, NO_BROKER, failures
+from shared.rest_parameters import MAX_ID_CHARS
 
-UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "no such run is remembered"}}
+UNKNOWN = failures({404: "no such run is remembered"})
+REFUSED = failures({409: "no job or server to compare", 422: MALFORMED, 503: NO_BROKER})
+ParityId = Annotated[str, Path(max_length=MAX_ID_CHARS, description="as the request was answered")]
 
 router = APIRouter(prefix="/v1/parity", tags=["parity"])
 
 
-@router.post("", status_code=202, responses={409: {"description": "no job or server to compare"}})
+class ParityList(BaseModel):
+    """Comparisons that somebody asked for."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    parity: list[ParityStatus]
+    """Oldest first."""
+
+
+@router.post("", status_code=202, responses=REFUSED)
 async def submit(body: ParityRequest, request: Request) -> ParityStatus:
     """Score the same tokens with sampler and trainer, and compare."""
     return await _runs(request).submit(body)
 
 
 @router.get("")
-async def list_runs(request: Request) -> dict[str, list[ParityStatus]]:
-    return {"parity": _runs(request).all()}
+async def list_runs(request: Request) -> ParityList:
+    """Those that are remembered, at most a hundred."""
+    return ParityList(parity=_runs(request).all())
 
 
 @router.get("/{parity_id}", responses=UNKNOWN)
-async def get_run(parity_id: str, request: Request) -> ParityStatus:
+async def get_run(parity_id: ParityId, request: Request) -> ParityStatus:
+    """How far it is, and its report once it has finished."""
     return _run(parity_id, request)
 
 
 @router.get(
     "/{parity_id}/report",
     response_class=HTMLResponse,
-    responses=UNKNOWN | {409: {"description": "the run has no report"}},
+    responses=UNKNOWN | failures({409: "the run has no report, or none yet"}),
 )
-async def page(parity_id: str, request: Request) -> HTMLResponse:
+async def page(parity_id: ParityId, request: Request) -> HTMLResponse:
     """The report as one HTML file with its plots."""
     found = _run(parity_id, request)
     if found.report is None:

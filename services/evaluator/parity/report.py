@@ -58,11 +58,11 @@ class Worst(_Part):
     token_id: int
     """The token."""
     ours: Number
-    """Our log p of it."""
+    """Our log p of it; null: no finite number."""
     theirs: Number
-    """The other side's."""
+    """The other side's; null: no finite number."""
     delta: Number
-    """Their difference."""
+    """Ours minus theirs; null where one of them is."""
     before: list[int]
     """Token ids before it."""
     after: list[int]
@@ -76,6 +76,8 @@ class Worst(_Part):
 
 
 class PositionBin(_Part):
+    """Tokens whose place in their sequence is in [start, stop)."""
+
     start: int
     """First position of the bin."""
     stop: int
@@ -89,6 +91,8 @@ class PositionBin(_Part):
 
 
 class Histogram(_Part):
+    """Bin i holds the tokens with edges[i] <= |Δ log p| < edges[i + 1]."""
+
     edges: list[float]
     """Bounds of the bins of |Δ log p|."""
     counts: list[int]
@@ -96,6 +100,8 @@ class Histogram(_Part):
 
 
 class ReportBounds(_Part):
+    """What still passes; null does not bound."""
+
     mean: float | None
     """Bound of the mean."""
     p99: float | None
@@ -130,7 +136,7 @@ class ParityReport(_Part):
     argmax_agreement: Number = None
     """Share of positions at which both would choose the same token."""
     routing_agreement: dict[int, float] | None = None
-    """Share of expert choices that agree."""
+    """Share of expert choices that agree, by layer; null where one side does not tell them."""
     decoding: Figures | None = None
     """The sampler against itself: what it recorded while sampling, and its score of the same."""
     worst: list[Worst]
@@ -144,7 +150,7 @@ class ParityReport(_Part):
     notes: list[str] = []
     """What the comparison could not tell."""
     seconds: float = 0.0
-    """How long it took."""
+    """How long it took, in seconds."""
     at_s: float
     """Unix time of its end."""
 

@@ -3,8 +3,18 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from services.trainer.jobs.submission import Problem, Refused, read_document
 from shared.job import Job
+from shared.job_actor import (
+    EnvironmentSection,
+    OffloadSection,
+    ParallelSection,
+    RecomputeSection,
+    WatchdogSection,
+)
+from shared.job_cluster import ClusterSection
 
 CHANGEABLE = (
     "cluster",
@@ -16,6 +26,45 @@ CHANGEABLE = (
     "actor.watchdog",
 )
 """Checkpoints fit any layout, and each gives the same weights up to the order of sums."""
+
+
+class OptimizerChanges(BaseModel):
+    """What of `actor.optimizer` may change."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    offload: OffloadSection | None = None
+    """What of the optimiser's state is in host memory."""
+
+
+class ActorChanges(BaseModel):
+    """What of `actor` may change."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    parallel: ParallelSection | None = None
+    """Sizes of the groups of ranks."""
+    recompute: RecomputeSection | None = None
+    """Activations that are computed again instead of being kept."""
+    optimizer: OptimizerChanges | None = None
+    """Where its state is."""
+    max_tokens_per_gpu: int | None = Field(None, gt=0)
+    """Tokens of one micro-batch at most."""
+    env: EnvironmentSection | None = None
+    """Transport and determinism of the ranks."""
+    watchdog: WatchdogSection | None = None
+    """When ranks count as stalled."""
+
+
+class Changes(BaseModel):
+    """Parts of a job's document, in its form; what is left out stays as it is."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    cluster: ClusterSection | None = None
+    """Nodes and ranks."""
+    actor: ActorChanges | None = None
+    """How the actor is spread."""
 
 
 def changed(job: Job, changes: Mapping[str, Any]) -> Job:

@@ -18,11 +18,11 @@ from pydantic import ValidationError
 from services.trainer.disk import opened, transaction, writing
 from shared.errors import TandemError
 from shared.job import Job
+from shared.job_answers import JobState
 from shared.telemetry import now_s
 
 log = structlog.get_logger()
 STORE_FILE = "jobs.sqlite"
-JobState = Literal["queued", "running", "paused", "finished", "failed", "cancelled"]
 Wish = Literal["pause", "cancel"]
 ENDED: tuple[JobState, ...] = ("paused", "finished", "failed", "cancelled")
 

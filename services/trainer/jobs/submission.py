@@ -58,15 +58,20 @@ class Refused(TandemError):
         self.problems = list(problems)
 
 
-class AsJob:
-    """Has OpenAPI describe a document as a job; it is read by `read_document`, which knows more."""
+@dataclass(frozen=True, slots=True)
+class DescribedAs:
+    """Has OpenAPI describe a document as a `model`, by which others read it, who know more."""
+
+    model: type[BaseModel]
 
     def __get_pydantic_json_schema__(
         self, _: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        name = f"{Job.__module__}.{Job.__qualname__}:0"  # a body of its own, not written out here
-        job = definition_reference_schema(name)
-        return handler(definitions_schema(job, [{**Job.__pydantic_core_schema__, "ref": name}]))
+        # a body of its own, not written out here
+        name = f"{self.model.__module__}.{self.model.__qualname__}:0"
+        schema = definition_reference_schema(name)
+        core = {**self.model.__pydantic_core_schema__, "ref": name}
+        return handler(definitions_schema(schema, [core]))
 
 
 def read_document(document: object) -> Job:

@@ -2,9 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Request
+from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,41 +17,35 @@ from services.trainer.profile.session import (
     Profile,
     ProfileRefused,
 )
+from shared.answers import failures
+from shared.job_answers import ProfileResult, ProfileStatus
+from shared.rest_parameters import MAX_ID_CHARS, JobId
 
-NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "there is no such profile"}}
+NOT_FOUND = failures({404: "there is no such job or profile"})
+IMPOSSIBLE = failures({409: "the job is not in progress, or a profile is being taken"})
+ProfileId = Annotated[
+    str, PathParameter(max_length=MAX_ID_CHARS, description="as the request was answered")
+]
+TRACE = {
+    "type": "object",
+    "description": "a free map, in Chrome's trace event format",
+    "additionalProperties": True,
+}
+
 router = APIRouter(prefix="/v1/jobs/{job_id}/profiles", tags=["operating"])
 
 
 class ProfileRequest(BaseModel):
-    """POST …/profiles."""
+    """Example: {"steps": 3}."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     steps: int = Field(3, ge=1, le=50)
-    """Steps to profile; one more is recorded before them."""
+    """Steps to profile; the recording begins one step earlier."""
 
 
-class ProfileStatus(BaseModel):
-    """Example: state 'recording', 1 of 3 steps seen."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    profile_id: str
-    """Its name, and that of its folder in the run's `profiles/`."""
-    state: str
-    """`asked`, `recording`, `done` or `failed`."""
-    steps: int
-    """Steps asked for."""
-    steps_seen: int
-    """Steps seen so far; fewer than asked for when the job ended first."""
-    error: str
-    """Why it failed."""
-    result: dict[str, Any]
-    """Once it is done: sentences, and the shares of each process."""
-
-
-@router.post("", status_code=202, responses={409: {"description": "not possible now"}})
-async def ask(request: Request, job_id: str, asked: ProfileRequest) -> ProfileStatus:
+@router.post("", status_code=202, responses=IMPOSSIBLE)
+async def ask(request: Request, job_id: JobId, asked: ProfileRequest) -> ProfileStatus:
     """Have every process of the running job record what it does for a few steps."""
     conductor = request.app.state.runner.active
     if not isinstance(conductor, Conductor) or conductor.parts.job_id != job_id:
@@ -62,7 +57,7 @@ async def ask(request: Request, job_id: str, asked: ProfileRequest) -> ProfileSt
 
 
 @router.get("/{profile_id}", responses=NOT_FOUND)
-async def show(request: Request, job_id: str, profile_id: str) -> ProfileStatus:
+async def show(request: Request, job_id: JobId, profile_id: ProfileId) -> ProfileStatus:
     """How far it is, and what it shows."""
     conductor = request.app.state.runner.active
     profiler = conductor.parts.profiler if conductor is not None else None
@@ -77,12 +72,19 @@ async def show(request: Request, job_id: str, profile_id: str) -> ProfileStatus:
         steps=result["steps"],
         steps_seen=result["steps"],
         error="",
-        result=result,
+        result=ProfileResult.model_validate(result),
     )
 
 
-@router.get("/{profile_id}/trace", responses=NOT_FOUND, response_class=FileResponse)
-async def trace(request: Request, job_id: str, profile_id: str) -> FileResponse:
+@router.get(
+    "/{profile_id}/trace",
+    response_class=FileResponse,
+    responses={
+        200: {"description": "a Chrome trace", "content": {"application/json": {"schema": TRACE}}},
+        **NOT_FOUND,
+    },
+)
+async def trace(request: Request, job_id: JobId, profile_id: ProfileId) -> FileResponse:
     """The time line, for https://ui.perfetto.dev or chrome://tracing."""
     path = _folder(request, job_id, profile_id) / TRACE_FILE
     return FileResponse(path, media_type="application/json")
@@ -106,5 +108,5 @@ def _status(profile: Profile) -> ProfileStatus:
         steps=profile.steps,
         steps_seen=profile.steps_seen,
         error=profile.error,
-        result=profile.result,
+        result=ProfileResult.model_validate(profile.result) if profile.result else None,
     )
