@@ -15,8 +15,8 @@ from shared.statistics import LEVEL, shown_ks
 def jobs_table(jobs: Sequence[JobStatus]) -> Table:
     table = Table("job", "state", "step", "version", "created", box=None, header_style="dim")
     for job in jobs:
-        created = "–" if job.created_at_s is None else _clock(job.created_at_s)
-        table.add_row(job.job_id, _state(job), _steps(job), _text(job.policy_version), created)
+        created = _clock(job.created_at_s)
+        table.add_row(job.job_id, _state(job), _steps(job), str(job.policy_version), created)
     return table
 
 
@@ -28,7 +28,7 @@ def job_table(job: JobStatus) -> Table:
         "job": job.job_id,
         "state": _state(job),
         "step": _steps(job),
-        "version": _text(job.policy_version),
+        "version": str(job.policy_version),
         **{name.replace("_", " "): number(value) for name, value in job.last.items()},
         **{f"groups {name.replace('_', ' ')}": _count(num) for name, num in job.counts.items()},
     }
@@ -96,11 +96,7 @@ def _signed(value: float | None) -> str:
 
 
 def _steps(job: JobStatus) -> str:
-    return f"{job.step}/{job.steps or '?'}"
-
-
-def _text(value: object) -> str:
-    return "–" if value is None else str(value)
+    return f"{job.step}/{job.steps}"
 
 
 def _count(value: object) -> str:

@@ -19,6 +19,7 @@ from services.cli import watch
 from services.cli.commands import app as cli
 from services.client import NoSuchJob, TandemClient
 from shared.errors import DeadlineExceeded, HttpFailed
+from shared.job_answers import JobStatus
 from shared.messages import Event
 
 JOB_ID = "demo-1f3a"
@@ -61,7 +62,12 @@ class FakeTrainer:
         return {"current": 2, "rolled_back_to": self.rolled_back_to, "versions": versions}
 
     def status(self) -> dict[str, Any]:
-        return {"job_id": JOB_ID, "name": "demo", "state": self.state, "step": 2, "steps": 2}
+        status = {
+            "job_id": JOB_ID, "name": "demo", "state": self.state, "step": 2, "steps": 2,
+            "policy_version": 2, "created_at_s": 1.7e9, "error": None, "wish": None,
+            "doing": None, "warnings": [], "counts": {}, "last": {},
+        }  # fmt: skip
+        return JobStatus.model_validate(status).model_dump()
 
 
 def fake_app(trainer: FakeTrainer) -> FastAPI:
