@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import redis.exceptions
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
+from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
 
 MAX_ERRORS_SHOWN = 20
 MALFORMED = "a key or a value is wrong; each is named, with what is wrong with it"
@@ -60,6 +62,7 @@ class EscapedJSONResponse(JSONResponse):
 def answer_malformed(app: FastAPI) -> None:
     """Let `app` answer 422 to what is no request, 503 without its broker, and document both."""
     app.add_exception_handler(RequestValidationError, _answer)
+    app.add_exception_handler(HTTPException, _answer_unread)
     for kind in (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
         app.add_exception_handler(kind, _answer_without_broker)
     made = app.openapi
@@ -83,6 +86,15 @@ async def _answer(_: Request, err: Exception) -> JSONResponse:
         for error in err.errors()[:MAX_ERRORS_SHOWN]
     ]
     return EscapedJSONResponse({"detail": problems}, status_code=422)
+
+
+async def _answer_unread(request: Request, err: Exception) -> Response:
+    """A body that is no text, or nested too deeply, is 400 to FastAPI, which does not say why."""
+    assert isinstance(err, HTTPException)
+    if err.status_code != 400 or err.__cause__ is None:
+        return await http_exception_handler(request, err)
+    problem = {"key": "the body", "value": None, "message": f"cannot be read: {err.__cause__}"}
+    return EscapedJSONResponse({"detail": [problem]}, status_code=422)
 
 
 async def _answer_without_broker(_: Request, err: Exception) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""The applications of all services, as their processes make them."""
+"""The applications of all services, as their processes make them; settings may be given."""
 
 from collections.abc import Callable
 
@@ -15,10 +15,10 @@ from services.rollout.standalone import create_app as standalone
 from services.trainer.app import create_app as trainer
 from services.trainer.config import TrainerConfig
 
-APPS: dict[str, Callable[[], FastAPI]] = {
-    "evaluator": lambda: evaluator(EvaluatorConfig()),
-    "reward": lambda: reward(RewardConfig()),
-    "rollout": lambda: rollout(RolloutConfig()),
-    "standalone": lambda: standalone(StandaloneServer(RolloutConfig())),
-    "trainer": lambda: trainer(TrainerConfig()),
+APPS: dict[str, Callable[..., FastAPI]] = {
+    "evaluator": lambda **given: evaluator(EvaluatorConfig(**given)),
+    "reward": lambda **given: reward(RewardConfig(**given)),
+    "rollout": lambda **given: rollout(RolloutConfig(**given)),
+    "standalone": lambda **given: standalone(StandaloneServer(RolloutConfig(**given))),
+    "trainer": lambda **given: trainer(TrainerConfig(**given)),
 }

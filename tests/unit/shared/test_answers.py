@@ -32,6 +32,8 @@ async def post(content: bytes) -> httpx.Response:
         (b'{"\\ud800": Infinity}', "the body"),
         (b"{", "1"),
         (b"", "the body"),
+        (b"\x81\xa1", "the body"),
+        (b"[" * 100_000, "the body"),
     ],
 )
 async def test_whatever_is_wrong_is_answered_by_key(content: bytes, key: str) -> None:
