@@ -34,6 +34,7 @@ from services.trainer.recording import RECORDING_FILE, Recording
 from services.trainer.steps import EndState
 from shared import topology
 from shared.data import hub
+from shared.job_answers import RunOverview
 from shared.messages import JobAnnounced
 from shared.parity.trace import Traced, TraceRequest
 from shared.registry import Replica, live_replicas, register
@@ -741,7 +742,10 @@ async def test_events_are_streamed_to_the_end(trainer: Trainer) -> None:
     headers = {"Last-Event-ID": "1"}
     rest = (await trainer.http.get(f"/v1/jobs/{job_id}/events", headers=headers)).text
     assert rest.startswith("id: 2\n")
-    assert (await trainer.http.get(f"/v1/jobs/{job_id}/metrics")).json()["after"] == len(names)
+    overview = RunOverview.model_validate_json(
+        (await trainer.http.get(f"/v1/jobs/{job_id}/metrics")).content
+    )
+    assert overview.after == len(names)
     summary = await trainer.http.get(f"/v1/jobs/{job_id}/summary")
     assert summary.json()["state"] == "cancelled"
     assert (await trainer.http.get(f"/v1/jobs/{job_id}/report")).status_code == 200

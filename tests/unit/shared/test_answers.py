@@ -1,5 +1,6 @@
 import httpx
 import pytest
+import redis.exceptions
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 
@@ -46,3 +47,21 @@ async def test_answer_stays_short() -> None:
     keys = ",".join(f'"k{i}": 1' for i in range(100))
     answer = await post(f"{{{keys}}}".encode())
     assert len(answer.json()["detail"]) == MAX_ERRORS_SHOWN
+
+
+@pytest.mark.parametrize("kind", [redis.exceptions.ConnectionError, redis.exceptions.TimeoutError])
+async def test_a_broker_that_does_not_answer_is_told(
+    kind: type[redis.exceptions.RedisError],
+) -> None:
+    app = FastAPI()
+    answer_malformed(app)
+
+    @app.get("/")
+    async def ask() -> int:
+        raise kind("nobody is there")
+
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
+        answer = await http.get("/")
+    assert answer.status_code == 503
+    assert answer.json() == {"detail": "the broker does not answer: nobody is there"}
