@@ -1,10 +1,12 @@
 """Refusals over HTTP: one form for all services, and which of them an operation may give.
 
-Nothing of a malformed body is echoed but its keys, and those escaped: a body may be megabytes long,
-and may hold what JSON cannot (NaN, half a character), which would turn a refusal into a failure.
+Of a malformed body only its keys and short values are echoed, and escaped: it may be megabytes
+long, and may hold what JSON cannot (NaN, half a character), which would turn a refusal into a
+failure.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -17,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
 MAX_ERRORS_SHOWN = 20
+MAX_SHOWN_CHARS = 200
 MALFORMED = "a key or a value is wrong; each is named, with what is wrong with it"
 TOO_LARGE = "the body is larger than allowed; the limit is named"
 NO_BROKER = "the broker does not answer"
@@ -75,12 +78,22 @@ def answer_malformed(app: FastAPI) -> None:
     app.openapi = documented  # type: ignore[method-assign]
 
 
+def shown(value: Any) -> Any:
+    """A number or a text as it was given, cut where it is long; null for all else."""
+    if not isinstance(value, str | int | float):
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = str(value)
+    return value if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
+
+
 async def _answer(_: Request, err: Exception) -> JSONResponse:
     assert isinstance(err, RequestValidationError)
     problems = [
         {
             "key": ".".join(str(part) for part in error["loc"][1:]) or "the body",
-            "value": None,
+            "value": shown(error.get("input")),
             "message": error["msg"],
         }
         for error in err.errors()[:MAX_ERRORS_SHOWN]

@@ -327,7 +327,7 @@ async def test_generate_and_score_over_http(
         code, _ = await status("/v1/generate", prompts=[{"token_ids": [1], "text": "x"}])
         assert code == 422
         code, text = await status("/v1/score", sequences=[[1, -1]])
-        assert (code, "token id -1" in text) == (422, True)
+        assert (code, "'sequences.0.1', 'value': -1" in text) == (422, True)
         code, text = await status("/v1/score", sequences=[[1, 2]], policy_version=1)
         assert code == 409
 

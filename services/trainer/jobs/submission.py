@@ -6,7 +6,6 @@ checked without a model is checked here: a wrong path must not fail at step 300.
 
 import difflib
 import json
-import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from services.trainer.jobs.abilities import lacking
 from services.trainer.jobs.shards import find_trouble
 from services.trainer.recording import Recording, RecordingUnreadable
 from services.trainer.warm_up import load_pairs
+from shared.answers import MAX_SHOWN_CHARS, shown
 from shared.data import DataError, load_rows
 from shared.errors import TandemError
 from shared.job import Job, expand_path
@@ -32,7 +32,6 @@ from shared.models.deepseek_v4.layout import check_layout
 from shared.refusals import fault
 from shared.tokenizer import TOKENIZER_FILE
 
-MAX_VALUE_CHARS = 200
 DATA_ROOT_VARIABLE = "DATA_ROOT"
 CONFIG_FILE = "config.json"
 
@@ -273,9 +272,7 @@ def _fields_at(path: Sequence[int | str]) -> list[str]:
 
 def _shown(value: Any) -> Any:
     """The value as given, if it is short and JSON has it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, str | int | float | bool) or value is None:
-        return value if len(str(value)) <= MAX_VALUE_CHARS else str(value)[:MAX_VALUE_CHARS] + "…"
+    if isinstance(value, str | int | float) or value is None:
+        return shown(value)
     text = repr(value)
-    return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "…"
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"

@@ -65,3 +65,21 @@ async def test_a_broker_that_does_not_answer_is_told(
         answer = await http.get("/")
     assert answer.status_code == 503
     assert answer.json() == {"detail": "the broker does not answer: nobody is there"}
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        (b'{"number": -0.5}', -0.5),
+        (b'{"number": "\\ud800"}', "\ud800"),
+        (b'{"number": NaN}', "nan"),
+        (b'{"number": 1e400}', "inf"),
+        (b'{"number": "%s"}' % (b"x" * 200), "x" * 200),
+        (b'{"number": "%s"}' % (b"x" * 10**6), "x" * 200 + "…"),
+        (b'{"number": [1, 2]}', None),
+    ],
+)
+async def test_a_wrong_value_is_named_where_it_is_short(content: bytes, value: object) -> None:
+    (problem,) = (await post(content)).json()["detail"]
+    assert problem["value"] == value
+    assert problem["message"]
