@@ -26,7 +26,7 @@ ENTRYPOINT ["prometheus"]
 CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
 """
 SERVICES = ("trainer", "rollout", "reward", "evaluator", "prometheus")
-NUM_RULES = 9
+NUM_RULES = 10
 CASES = Path(__file__).with_name("alerts.yaml")
 JUDGE = 'printf %s "$1" > /tmp/alerts.yaml && promtool test rules /tmp/alerts.yaml'
 ASK = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=10).read().decode())"
