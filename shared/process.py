@@ -54,6 +54,16 @@ def available_memory_bytes() -> int:
     return min(available, int(limit[0]) - used + reclaimable)
 
 
+def available_cores() -> int:
+    """Cores that may compute at a time, within the container's limit if there is one."""
+    cores = len(os.sched_getaffinity(0))
+    limit = _lines(_CGROUP / "cpu.max")
+    if not limit or limit[0].startswith("max"):
+        return cores
+    quota, period = map(int, limit[0].split())
+    return min(cores, -(-quota // period))
+
+
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Have the kernel kill this process when the thread that started it ends.
 

@@ -1,16 +1,15 @@
 """What the pool may use."""
 
-import os
-
 from pydantic import Field
 
 from shared.config import Part
+from shared.process import available_cores
 
 
 class PoolConfig(Part):
-    workers: int = Field(default_factory=lambda: 2 * len(os.sched_getaffinity(0)) + 4, gt=0)
-    """Worker processes for normal checks; default: two per core and four more, so that those that
-    are stuck before they count as slow are not missed."""
+    workers: int = Field(default_factory=lambda: 2 * available_cores() + 4, gt=0)
+    """Worker processes for normal checks; default: two per core (of a container's limit) and four
+    more, so that those that are stuck before they count as slow are not missed."""
     spare_workers: int = Field(4, ge=0)
     """Workers that are ready to take the place of one that turns slow."""
     slow_workers: int = Field(4, gt=0)

@@ -11,6 +11,7 @@ import pytest
 
 from shared import process
 from shared.process import (
+    available_cores,
     available_memory_bytes,
     check_machine,
     exit_with,
@@ -58,6 +59,24 @@ def test_memory_is_bounded_by_the_container(tmp_path, monkeypatch, limit, used, 
     monkeypatch.setattr(process, "_CGROUP", tmp_path)
     available = available_memory_bytes()
     assert available == expected if expected is not None else available > 2**20
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (None, 64),
+        ("max 100000", 64),
+        ("200000 100000", 2),
+        ("50000 100000", 1),
+        ("10000000 1000", 64),
+    ],
+)
+def test_cores_are_bounded_by_the_container(tmp_path, monkeypatch, limit, expected):
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(process, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert available_cores() == expected
 
 
 def test_exit_with_writes_one_line(capsys):
