@@ -34,7 +34,7 @@ test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.installed  ## with a real SGLang serve
 	$(SGLANG_ENV) $(BIN)/python -m pytest -q tests/sglang $(TEST_ARGS)
 
 test-compose: $(VENV)/.dev wheels  ## the stack in containers; needs a Docker engine
-	$(BIN)/python -m pytest -q tests/compose $(TEST_ARGS)
+	$(BIN)/python -m pytest -q tests/unit/test_compose_files.py tests/compose $(TEST_ARGS)
 
 wheels: $(VENV)/bin/python  ## torch's CPU build for the images' Python 3.11, where pip finds it
 	@ls docker/wheels/torch-*.whl >/dev/null 2>&1 || \
@@ -62,7 +62,7 @@ clean:            ## remove the environment, runs and caches
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
-	  "Tandem needs Python 3.11 or newer; %s is %s. Try make PYTHON=python3.11" % (sys.executable, sys.version.split()[0]))'
+	  "Tandem needs Python 3.11 or newer; %s is %s. Try make install PYTHON=python3.11" % (sys.executable, sys.version.split()[0]))'
 	@echo "making $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 

@@ -5,6 +5,7 @@ Nothing is started or changed. A check is `ok`, `warn` (it works, with a drawbac
 
 import asyncio
 import json
+import os
 import platform
 import re
 import shutil
@@ -35,6 +36,7 @@ NEEDED = ("fastapi", "httpx", "math-verify", "numpy", "pydantic", "redis", "torc
 MIN_DISK_BYTES = 5 * 10**9
 MIN_BROKER = (6, 2)  # XAUTOCLAIM
 MIN_KERNEL = (5, 13)  # Landlock
+AMD_DEVICE = Path("/dev/kfd")
 TIMEOUT_S = 5.0
 _COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 
@@ -85,7 +87,7 @@ def check_versions(constraints: Path = CONSTRAINTS) -> Iterator[Check]:
     """Python, and the packages that the services need, against what is pinned."""
     have, need = (".".join(map(str, one[:2])) for one in (sys.version_info, MIN_PYTHON))
     is_new = sys.version_info >= MIN_PYTHON
-    fix = "" if is_new else f"make PYTHON=python{need}"
+    fix = "" if is_new else f"make install PYTHON=python{need}"
     yield Check("Python", "ok" if is_new else "bad", have, fix)
     pinned = dict(re.findall(r"(?m)^([\w.-]+)==([^\s;]+)", _text(constraints)))
     for name in NEEDED:
@@ -166,19 +168,32 @@ async def check_gpu() -> Check:
     """A CPU is enough for small policies; a GPU needs a torch that can use it."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return Check("GPU", "ok", "none found; the embedded engine and the actor run on the CPU")
+        return check_amd()
     query = (tool, "--query-gpu=name,memory.total", "--format=csv,noheader")
     code, told = await _output(query)
     if code != 0 or not told.strip():
         fix = "nvidia-smi has to list a device first: driver, container toolkit (--gpus all)"
         return Check("GPU", "bad", f"nvidia-smi ends with code {code}", fix)
-    found = "; ".join(line.strip() for line in told.strip().splitlines())
+    return _with_torch("; ".join(line.strip() for line in told.strip().splitlines()), "CUDA")
+
+
+def check_amd() -> Check:
+    """Who may not open the kernel's device sees no GPU, whatever is installed."""
+    if not AMD_DEVICE.exists():
+        return Check("GPU", "ok", "none found; the embedded engine and the actor run on the CPU")
+    if not os.access(AMD_DEVICE, os.R_OK | os.W_OK):
+        fix = "join its group; containers get its number as RENDER_GROUP (getent group render)"
+        return Check("GPU", "bad", f"this user may not open {AMD_DEVICE}", fix)
+    return _with_torch(f"AMD, by {AMD_DEVICE}", "ROCm")
+
+
+def _with_torch(found: str, kind: str) -> Check:
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
         version = "none"
     if "+cpu" in version:
-        return Check("GPU", "warn", f"{found}, but torch is {version}", "install a CUDA torch")
+        return Check("GPU", "warn", f"{found}, but torch is {version}", f"install a {kind} torch")
     return Check("GPU", "ok", f"{found}; torch {version}")
 
 

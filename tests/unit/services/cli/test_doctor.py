@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 from pathlib import Path
 
@@ -86,6 +87,20 @@ def test_a_gpu_is_named_and_a_broken_driver_told(smi: Path) -> None:
     assert "H200, 143771 MiB" in asyncio.run(doctor.check_gpu()).found
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert asyncio.run(doctor.check_gpu()).state == "bad"
+
+
+def test_an_amd_gpu_is_seen_and_has_to_be_opened(
+    smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path / "kfd"
+    device.touch()
+    monkeypatch.setattr(doctor, "AMD_DEVICE", device)
+    assert not smi.exists()
+    found = asyncio.run(doctor.check_gpu())
+    assert found.found.startswith(f"AMD, by {device}")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    found = asyncio.run(doctor.check_gpu())
+    assert (found.state, "RENDER_GROUP" in found.fix) == ("bad", True)
 
 
 def test_python_and_pins_of_this_environment_are_well() -> None:
