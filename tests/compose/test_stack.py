@@ -1,7 +1,7 @@
 """`docker compose up`, a job over REST, and all that operators and accidents do meanwhile.
 
-rollouts 2 -> 3, one crashes, the reward container is killed, rollouts 3 -> 1, the broker restarts;
-then the end of the job, its books, its report, and `down -v`.
+rollouts 2 -> 3 and rewards 1 -> 2, a rollout crashes, a reward container is killed, all go back to
+one, the broker restarts; then the end of the job, its books, its report, and `down -v`.
 """
 
 import json
@@ -20,6 +20,7 @@ from tests.balanced_books import check_books
 from tests.compose.project import PATIENCE_S, ROOT, Project, run, until
 
 STEPS = 36
+MORE = ("--scale", "rollout=3", "--scale", "reward=2")
 # Kills the service itself, below the container's init: what a crash looks like to the engine.
 CRASH = """
 import os, pathlib, signal
@@ -79,21 +80,22 @@ async def _events_up_to(client: TandemClient, job_id: str, *, step: int | None =
 
 async def _scale_up(stack: Project, client: TandemClient) -> None:
     before = set(await stack.containers("rollout"))
-    await stack.compose("up", "-d", "--scale", "rollout=3")
+    await stack.compose("up", "-d", *MORE)
     [added] = set(await stack.containers("rollout")) - before
     await until(lambda: _serving(client, added), f"{added} to serve the current version")
     await until(lambda: _has_sampled(added), f"{added} to sample a group")
+    await until(lambda: _num_graders(client, 2), "both graders to be there")
 
 
 async def _kill(stack: Project) -> None:
     """One rollout crashes and comes back by itself; a killed container comes back with `up`."""
     crashing = (await stack.containers("rollout"))[0]
-    [reward] = await stack.containers("reward")
+    rewards = await stack.containers("reward")
     await run(["docker", "exec", crashing, "python", "-c", CRASH])
-    await run(["docker", "kill", reward])
-    await stack.compose("up", "-d", "--no-recreate", "--scale", "rollout=3")
+    await run(["docker", "kill", rewards[0]])
+    await stack.compose("up", "-d", "--no-recreate", *MORE)
     await until(lambda: _restarted(crashing), f"{crashing} to be started again")
-    assert await stack.containers("reward") == [reward]
+    assert set(await stack.containers("reward")) == set(rewards)
 
 
 async def _scale_down(stack: Project, client: TandemClient, began_s: float) -> None:
@@ -105,7 +107,12 @@ async def _scale_down(stack: Project, client: TandemClient, began_s: float) -> N
         return servers == [f"{kept}-8710"]
 
     await until(alone, f"{kept} to be the only server")
+    await until(lambda: _num_graders(client, 1), "one grader to be left")
     assert await _exit_codes(stack, "rollout", began_s) == ["137", "0", "0"]  # a crash, two drains
+
+
+async def _num_graders(client: TandemClient, wanted: int) -> bool:
+    return sum(one.service == "reward" for one in await client.servers()) == wanted
 
 
 async def _serving(client: TandemClient, container: str) -> bool:
@@ -142,3 +149,5 @@ async def _check_pages(url: str, job_id: str) -> None:
             answer = await http.get(path)
             assert answer.status_code == 200, path
             assert "text/html" in answer.headers["content-type"]
+        assert job_id in answer.text
+        assert "pass@1" in answer.text

@@ -76,7 +76,7 @@ def test_a_profile_publishes_the_trainer_alone_and_locks_every_container(profile
     for name, one in found.items():
         assert one["read_only"], name
         assert one["cap_drop"] == ["ALL"], name
-        assert one["deploy"]["resources"]["limits"]["memory"], name
+        assert {"memory", "pids"} <= one["deploy"]["resources"]["limits"].keys(), name
         assert one["logging"]["options"] == {"max-size": "10m", "max-file": "3"}, name
         assert one["healthcheck"]["test"], name
         if name != "broker":
