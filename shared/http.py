@@ -23,7 +23,7 @@ from shared.errors import HttpFailed
 _NOT_NOW = (502, 503, 504)
 _EXCERPT_CHARS = 500
 _MAX_ERROR_CHARS = 2**16  # a refused job lists each wrong key
-_CHUNK_BYTES = 2**20
+_CHUNK_BYTES = 2**21
 # A server closes a connection after 5 s without a request (uvicorn's default): never race with it.
 _IDLE_S = 2.0
 MAX_CONNECTIONS = 100
