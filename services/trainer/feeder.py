@@ -89,18 +89,20 @@ class Feeder:
             self._entry_ids.pop(name, None)
 
     def _draw_for_free_slots(self, next_wave: bool) -> list[PromptGroup]:
+        num_open = self._books.num_open()
+        num_free = min(
+            self._admission.max_open(self._progress) - num_open,
+            self._admission.max_drawn_per_step() - num_open - self._num_dropped_meanwhile(),
+        )
+        if num_free <= 0:
+            return []  # as most often: the line is long, and need not be read then
         out, num_held = self._line()
-        num_open = num_held + out.total()
         if self._source.job.asks_in_waves and (
             out
             or num_held >= self._admission.groups_per_step  # they are the step, or in it already
             or (self._num_dropped_meanwhile() and not next_wave)
         ):
             return []  # what is drawn must not depend on who comes first
-        num_free = min(
-            self._admission.max_open(self._progress) - num_open,
-            self._admission.max_drawn_per_step() - num_open - self._num_dropped_meanwhile(),
-        )
         draw = self._books.next_draw()
         draws: list[Draw] = []
         groups: list[PromptGroup] = []
