@@ -31,6 +31,7 @@ from shared.redis import broker_trouble
 from shared.registry import LEASE_S, Replica, ServerState, live_replicas, register, unregister
 from shared.spans import recorder
 from shared.tasks import end, wait_for_event
+from shared.telemetry import gauge
 from shared.weights.shard_server import Coming, Kind, ShardServer
 
 log = structlog.get_logger()
@@ -94,6 +95,11 @@ class RolloutServer:
         lag = serving.job.algorithm.max_lag
         return announced is not None and serving.policy_version >= announced - lag
 
+    @property
+    def wanted_version(self) -> int | None:
+        """What is to be served: an evaluation's version while it is held, else the current one."""
+        return self._announced_version if self._held_version is None else self._held_version
+
     def describe(self) -> Replica:
         serving = self.serving
         return Replica(
@@ -126,7 +132,7 @@ class RolloutServer:
             return "paused by request"
         if serving.policy_version is None:
             return "waiting for weights"
-        wanted = self._held_version if self._held_version is not None else self._announced_version
+        wanted = self.wanted_version
         if wanted is not None and serving.policy_version < wanted:
             return f"serves version {serving.policy_version}, version {wanted} is wanted"
         return None
@@ -310,5 +316,8 @@ class RolloutServer:
         self._announced_version = announced
         self._held_version = None if held is None else int(held)
         self.num_peers = num_peers
+        if self.wanted_version is not None:
+            wanted = gauge("rollout_wanted_version", "The version to serve: held or current.")
+            wanted.set(self.wanted_version)
         if before != (self._announced_version, self._held_version, self.num_peers):
             self.changed.set()

@@ -103,7 +103,7 @@ async def test_an_update_is_told_by_phase_with_its_probe(
         await announce_job(redis, trainer, job_document(checkpoint))
         probe = probe_of([[1, 2, 3]], [[-1.0, -1.0]], bound=100.0)
         await serve_version(server, redis, trainer, 0, probe)
-        told = parsed((await server.http.get(f"{server.url}/metrics")).text)
+        told = await metrics_of(server)
     phases = ("stage", "pause", "load", "restore", "probe", "resume")
     assert [told[f'rollout_update_seconds_count{{phase="{one}"}}'] for one in phases] == [1.0] * 6
     assert told['rollout_update_seconds_sum{phase="probe"}'] > 0
@@ -112,8 +112,9 @@ async def test_an_update_is_told_by_phase_with_its_probe(
     assert told["rollout_policy_version"] == 0.0
 
 
-def parsed(metrics: str) -> dict[str, float]:
-    lines = [line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#")]
+async def metrics_of(server: Server) -> dict[str, float]:
+    text = (await server.http.get(f"{server.url}/metrics")).text
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in lines}
 
 
@@ -129,9 +130,11 @@ async def test_a_held_or_outdated_server_takes_nothing(
         await announce_version(redis, trainer, 1)
         await eventually(lambda: server.has(current_version=1), "the announcement")
         assert (await server.http.get(f"{server.url}/readyz")).status_code == 200
+        assert (await metrics_of(server))["rollout_wanted_version"] == 0.0
 
         await redis.hdel(topology.holds(JOB_ID), server.name)
         await eventually(lambda: server.has(held_version=None), "the release")
+        assert (await metrics_of(server))["rollout_wanted_version"] == 1.0
         unready = await server.http.get(f"{server.url}/readyz")
         assert unready.json()["reason"] == "serves version 0, version 1 is wanted"
         assert await published_groups(redis) == []
