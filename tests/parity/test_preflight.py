@@ -291,16 +291,16 @@ async def test_engine_of_log_probabilities_alone_is_compared_and_says_what_is_no
 
 
 SPOILT: dict[str, tuple[Callable[[list[Any]], object], str]] = {
-    "a result too few": (lambda r: r.pop(), "expected results of 3 prompts, found 2 results"),
-    "a result too many": (lambda r: r.append(r[0]), "of 3 prompts, found 4 results"),
-    "a sample too few": (lambda r: r[1].pop(), "prompt 1: expected 2 samples, found 1"),
+    "a result too few": (lambda r: r.pop(), "2 results of 3 prompts"),
+    "a result too many": (lambda r: r.append(r[0]), "4 results of 3 prompts"),
+    "a sample too few": (lambda r: r[1].pop(), "prompt 1 has 1 samples, not 2"),
     "a log-probability too few": (
         lambda r: r[2][0]["logprobs"].pop(),
-        r"prompt 2: found \d+ log-probabilities of \d+ tokens",
+        r"prompt 2 has \d+ log-probabilities of \d+ tokens",
     ),
     "a log-probability too many": (
         lambda r: r[0][1]["logprobs"].append(-1.0),
-        r"prompt 0: found \d+ log-probabilities of \d+ tokens",
+        r"prompt 0 has \d+ log-probabilities of \d+ tokens",
     ),
     "no token of the vocabulary": (
         lambda r: r[0][0]["token_ids"].__setitem__(0, 10**6),

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from services.evaluator.parity.inspection import agreement, longest_walk
 from services.evaluator.parity.report import Run
@@ -27,6 +27,7 @@ from shared.messages import SamplingParams, VersionSpan
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.parity.judge import Margin
 from shared.parity.offline_request import WalkResult
+from shared.parity.samples import Sample, check_counts
 from shared.parity.scores import ScoredSequence
 from shared.parity.trace import MEDIA_TYPE, Traced, TraceRequest
 
@@ -69,11 +70,7 @@ class LivePlan:
     within_s: float = 120.0
 
 
-class _Sample(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    token_ids: list[int]
-    logprobs: list[float | None]
+class _Sample(Sample):
     finish_reason: str
     version_spans: list[VersionSpan]
 
@@ -206,7 +203,12 @@ class _Asking:
         }
         url = f"{plan.rollout_url}/v1/generate"
         answer = _read(_Generated, await self._ask("POST", url, body, "the sampler"), url)
-        _check_counts(answer, plan, url)
+        try:
+            check_counts(
+                answer.results, num_prompts=len(plan.prompts), num_samples=plan.num_samples
+            )
+        except ValueError as err:
+            raise ParityFailed(f"{url}: {err}") from err
         samples = [one for result in answer.results for one in result]
         spans = {span.policy_version for one in samples for span in one.version_spans}
         cut_off = any(one.finish_reason == "abort" for one in samples)
@@ -364,21 +366,6 @@ def _run(
         notes=[*notes, *inside.notes],
         seconds=seconds,
     )
-
-
-def _check_counts(answer: _Generated, plan: LivePlan, url: str) -> None:
-    """`ParityFailed` unless each prompt has its samples, and each token its log-probability."""
-    if len(answer.results) != len(plan.prompts):
-        found = f"{len(answer.results)} results of {len(plan.prompts)} prompts"
-        raise ParityFailed(f"{url}: the answer has {found}")
-    for prompt, samples in enumerate(answer.results):
-        if len(samples) != plan.num_samples:
-            found = f"{len(samples)} samples, not {plan.num_samples}"
-            raise ParityFailed(f"{url}: prompt {prompt} has {found}")
-        for one in samples:
-            if len(one.logprobs) != len(one.token_ids):
-                found = f"{len(one.logprobs)} log-probabilities of {len(one.token_ids)} tokens"
-                raise ParityFailed(f"{url}: prompt {prompt} has {found}")
 
 
 def _sequence(

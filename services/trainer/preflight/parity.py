@@ -21,6 +21,7 @@ from shared.models.deepseek_v4.architecture import Architecture
 from shared.parity.judge import MARGINS
 from shared.parity.live_walk import walk_sides
 from shared.parity.offline_request import WalkResult
+from shared.parity.samples import Sample, check_counts
 from shared.parity.trace import (
     MAX_TRACE_TOKENS,
     MEDIA_TYPE,
@@ -53,14 +54,9 @@ class ParityUnknown(TandemError):
     """A server answers nothing that can be compared."""
 
 
-class _Sample(BaseModel):
-    token_ids: list[int]
-    logprobs: list[float | None]
-
-
 class _Generated(BaseModel):
     policy_version: int
-    results: list[list[_Sample]]
+    results: list[list[Sample]]
 
 
 class ParityCheck:
@@ -121,9 +117,13 @@ class ParityCheck:
         answer = await self._http.post(where, body, timeout_s=self._timeout_s)
         try:
             generated = _Generated.model_validate(answer)
+            check_counts(
+                generated.results, num_prompts=len(self._prompts), num_samples=SAMPLES_PER_PROMPT
+            )
         except ValidationError as err:
             raise ParityUnknown(f"{where}: {err.errors()[0]['msg']}") from err
-        _check_counts(generated, len(self._prompts), where)
+        except ValueError as err:
+            raise ParityUnknown(f"{where}: {err}") from err
         pairs = [
             ([*prompt, *one.token_ids], [np.nan if p is None else p for p in one.logprobs])
             for prompt, samples in zip(self._prompts, generated.results, strict=True)
@@ -170,21 +170,6 @@ class ParityCheck:
             held = {"policy_version": self.policy_version}
             self._traced[body] = found.model_copy(update=held)
         return self._traced[body]
-
-
-def _check_counts(generated: _Generated, num_prompts: int, where: str) -> None:
-    """`ParityUnknown` unless each prompt has its samples, and each token its log-probability."""
-    if len(generated.results) != num_prompts:
-        found = f"{len(generated.results)} results"
-        raise ParityUnknown(f"{where}: expected results of {num_prompts} prompts, found {found}")
-    for prompt, samples in enumerate(generated.results):
-        if len(samples) != SAMPLES_PER_PROMPT:
-            found = f"expected {SAMPLES_PER_PROMPT} samples, found {len(samples)}"
-            raise ParityUnknown(f"{where}: prompt {prompt}: {found}")
-        for one in samples:
-            if len(one.logprobs) != len(one.token_ids):
-                found = f"{len(one.logprobs)} log-probabilities of {len(one.token_ids)} tokens"
-                raise ParityUnknown(f"{where}: prompt {prompt}: found {found}")
 
 
 class _NoStates(TandemError):
