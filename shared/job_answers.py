@@ -8,7 +8,7 @@ from shared.messages import Event
 from shared.registry import Replica
 
 JobState = Literal["queued", "running", "paused", "finished", "failed", "cancelled"]
-ENDED = ("finished", "failed", "cancelled")
+ENDED: tuple[JobState, ...] = ("finished", "failed", "cancelled")
 
 
 class _Answer(BaseModel):

@@ -15,7 +15,7 @@ from services.trainer.jobs.changes import Changes, changed
 from services.trainer.jobs.reports import REPORT_FILE
 from services.trainer.jobs.runner import JobRunner
 from services.trainer.jobs.status import job_status
-from services.trainer.jobs.store import ENDED, JobStore, KeyReused, StoredJob, WrongState
+from services.trainer.jobs.store import STOPPED, JobStore, KeyReused, StoredJob, WrongState
 from services.trainer.jobs.submission import (
     DescribedAs,
     Problem,
@@ -225,7 +225,7 @@ async def follow(
 
     def ended() -> str | None:
         now = state.store.get(job_id).state
-        return now if now in ENDED else None
+        return now if now in STOPPED else None
 
     def leaving() -> bool:
         return bool(getattr(request.app.state, "draining", False))

@@ -18,13 +18,13 @@ from pydantic import ValidationError
 from services.trainer.disk import opened, transaction, writing
 from shared.errors import TandemError
 from shared.job import Job
-from shared.job_answers import JobState
+from shared.job_answers import ENDED, JobState
 from shared.telemetry import now_s
 
 log = structlog.get_logger()
 STORE_FILE = "jobs.sqlite"
 Wish = Literal["pause", "cancel"]
-ENDED: tuple[JobState, ...] = ("paused", "finished", "failed", "cancelled")
+STOPPED: tuple[JobState, ...] = ("paused", *ENDED)  # nothing happens until somebody asks for it
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs(

@@ -14,7 +14,7 @@ import { drawWishes, setUpWishes } from "./wishes.js";
 
 const POLL_MS = 3000, DRAW_MS = 250, RECONNECT_MS = 2000;
 const SHOWN_JOBS = 8;
-const ENDED = new Set(["finished", "failed", "cancelled", "paused"]);
+const STOPPED = new Set(["finished", "failed", "cancelled", "paused"]);
 const find = (id) => document.getElementById(id);
 
 let jobs = [], replicas = [], letters = [];
@@ -125,7 +125,7 @@ async function show(id) {
 // A paused job's stream ends; when it is resumed there is more to come.
 function followAgainIfResumed() {
   const state = jobs.find((known) => known.job_id === shown?.id)?.state;
-  if (shown?.ended && state && !ENDED.has(state)) { shown.ended = false; follow(shown); }
+  if (shown?.ended && state && !STOPPED.has(state)) { shown.ended = false; follow(shown); }
 }
 
 function follow(view) {
@@ -183,7 +183,7 @@ function drawShown() {
 
 function drawTitle(job, run) {
   // The stream tells an end first; a job that was cancelled while it was paused only its status.
-  const isOver = ENDED.has(job.state) || !run.ended;
+  const isOver = STOPPED.has(job.state) || !run.ended;
   const state = (isOver ? job.state : run.ended.state) ?? "unknown";
   const error = isOver ? job.error : run.ended.error;
   find("name").textContent = shown.id;
@@ -200,7 +200,7 @@ function drawTitle(job, run) {
     return item;
   }));
   drawWishes({ ...job, state });
-  find("files").hidden = !ENDED.has(state);
+  find("files").hidden = !STOPPED.has(state);
   find("evals").hidden = run.evals.length === 0;
   find("evals").href = `/evals#${encodeURIComponent(shown.id)}`;
   find("samples").href = `/samples#${encodeURIComponent(shown.id)}`;
