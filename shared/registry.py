@@ -1,7 +1,6 @@
 """Who is there: replicas register themselves under a lease and vanish with it."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -11,6 +10,7 @@ from redis.asyncio import Redis
 from shared import topology
 from shared.errors import Rejected
 from shared.messages import Message
+from shared.tasks import wait_for_event
 
 log = structlog.get_logger()
 LEASE_S = 6.0
@@ -72,8 +72,7 @@ async def keep_registered(
     while not stop.is_set():
         record = describe()
         await register(redis, record)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), LEASE_S / 4)
+        await wait_for_event(stop, LEASE_S / 4)
     await unregister(redis, record.service, record.name)
 
 

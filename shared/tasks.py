@@ -68,7 +68,9 @@ async def first_of(
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
     """Sleep until the event or the timeout; whether it was the event."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)
+        # Python 3.11's `wait_for` loses a cancel that comes as the event does.
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     return event.is_set()
 
 

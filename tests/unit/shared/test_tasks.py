@@ -64,3 +64,21 @@ async def test_following_event_is_set_after_its_leader():
         assert not await wait_for_event(follower, 0.01)
         leader.set()
         assert await wait_for_event(follower, 1)
+
+
+async def test_cancel_that_comes_as_the_event_does_is_not_lost():
+    event = asyncio.Event()
+    waiting = asyncio.create_task(wait_for_event(event, 60))
+    await asyncio.sleep(0.01)
+    event.set()
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+
+
+async def test_event_and_timeout_are_told_apart():
+    event = asyncio.Event()
+    assert not await wait_for_event(event, 0.01)
+    assert not await wait_for_event(event, 0)
+    event.set()
+    assert await wait_for_event(event, 0)
