@@ -10,7 +10,7 @@ import pytest
 from services.rollout.engine.sglang import versions
 from services.rollout.engine.sglang.fingerprint import checksum_of
 from tests.integration.fake_sglang import FakeServer
-from tests.integration.test_sglang_faults import NEW, OLD, attached
+from tests.integration.sglang_world import NEW, OLD, attached
 
 SAMPLED_S = 10.0
 

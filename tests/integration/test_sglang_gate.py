@@ -14,7 +14,7 @@ from shared.errors import DeadlineExceeded, Retryable
 from shared.messages import SamplingParams
 from tests.engine_contract import PROBE, reference_logprobs
 from tests.integration.fake_sglang import FakeServer
-from tests.integration.test_sglang_faults import NEW, OLD, Attached, attached
+from tests.integration.sglang_world import NEW, OLD, Attached, attached
 
 REQUEST = GroupRequest(
     "group", np.array(PROBE[0], np.int32), [0], SamplingParams(max_response_tokens=4), seed=1

@@ -17,7 +17,7 @@ from shared.weights.protocol import CommitUpdate, Probe, ProbeSequence
 from tests.engine_contract import CHECKPOINT, PROBE, reference_logprobs, variant
 from tests.integration.fake_sglang import FakeServer, serving
 from tests.integration.rollout_world import write_version
-from tests.integration.test_sglang_faults import NEW, OLD, attached
+from tests.integration.sglang_world import NEW, OLD, attached
 
 
 async def test_a_probe_that_is_not_answered_ends_with_the_update(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from shared.http import HttpClient
 from shared.models.deepseek_v4.architecture import Architecture
 from tests.engine_contract import CHECKPOINT, PROBE, reference_logprobs
 from tests.integration.fake_sglang import FakeServer, serving
-from tests.integration.test_sglang_faults import NEW, OLD, Attached
+from tests.integration.sglang_world import NEW, OLD, Attached
 from tests.served import served
 
 

@@ -17,7 +17,7 @@ from services.rollout.engine.sglang.server import ServerFailed
 from shared.errors import WeightsCorrupt
 from tests.engine_contract import PROBE, reference_logprobs
 from tests.integration.fake_sglang import FakeServer
-from tests.integration.test_sglang_faults import OLD, Attached, attached, stepped
+from tests.integration.sglang_world import OLD, Attached, attached, stepped
 from tests.integration.test_sglang_router import routed
 
 NEXT = stepped(OLD, 1)

@@ -28,7 +28,7 @@ from shared.models.deepseek_v4.architecture import Architecture
 from shared.process import free_port
 from tests.engine_contract import CHECKPOINT, PROBE, reference_logprobs
 from tests.integration.fake_sglang import FakeServer, serving
-from tests.integration.test_sglang_faults import NEW, OLD, Attached
+from tests.integration.sglang_world import NEW, OLD, Attached
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
