@@ -120,6 +120,7 @@ def _delta_cases() -> Iterator[tuple[str, Case]]:
     yield "delta of two runs", _delta(1, (1 << 20) + 128, 0.01)
     for width in (1, 2, 4):
         yield f"delta dense of width {width}", _dense(width)
+    yield "delta of an eighth", _many
     yield "delta of nothing", _delta(1, 0, 0.0)
 
 
@@ -248,17 +249,30 @@ def _dense(width: int) -> Case:
     """As many words of a chunk as it has slots, then one more."""
 
     def check(device: str) -> None:
-        base = torch.zeros(1 << 16, dtype=torch.uint8)
-        new = base.clone()
-        full = 3 * changes.CHUNK_WORDS
-        new.view(torch.int32)[full + 7 : full + 7 + changes.SLOTS] = -1
         kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[width]
-        one, two = base.view(kind).to(device), new.view(kind).to(device)
-        assert changes.find_changes(one, two) is not None
-        two.view(torch.int32)[full] = -1
-        assert changes.find_changes(one, two) is None
+        chunk = changes.CHUNK_WORDS * 4 // width
+        base = torch.zeros(8 * chunk, dtype=kind, device=device)
+        new = base.clone()
+        new[3 * chunk + 7 * 4 // width :][:: 4 // width][: changes.SLOTS] = 1
+        found = changes.find_changes(base, new)
+        assert found is not None
+        assert len(found.at) == changes.SLOTS
+        new[3 * chunk] = 1
+        assert changes.find_changes(base, new) is None
 
     return check
+
+
+def _many(device: str) -> None:
+    """As many elements as there is room for, an eighth of all, then one more."""
+    base = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    new = base.clone()
+    new.view(-1, 64)[:, :8] = 1
+    found = changes.find_changes(base, new)
+    assert found is not None
+    assert len(found.at) == 1 << 17
+    new[9] = 1
+    assert changes.find_changes(base, new) is None
 
 
 def _changed(width: int, count: int, share: float) -> tuple[np.ndarray, np.ndarray]:

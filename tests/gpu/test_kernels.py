@@ -16,7 +16,6 @@ from tests.gpu.bandwidth import copy_speed, num_bytes, rate
 from tests.kernel_cases import cases, equal
 
 LEAST_SHARE = 0.7  # of the copy bandwidth
-LEAST_SHARE_OF_CHANGES = 0.45  # two passes over what differs: 0.51 to 0.68 were measured
 LARGE = (32768, 16384)
 GROUPED = (4096, 256, 4096)  # expert matrices of one launch
 CASES = cases() if torch.cuda.is_available() else {"all": lambda device: None}
@@ -113,9 +112,15 @@ def test_packing_is_as_fast_as_memory(shape: tuple[int, ...], figures: Figures) 
     _keep(figures, "unpack fp4", shape, lambda: fp4.unpack_nibbles(packed), size)
 
 
-@pytest.mark.parametrize("share", [0.003, 0.03])
+@pytest.mark.parametrize(
+    ("share", "least"),
+    # Of 3 % the second pass is no longer small: 0.59 (FP8) and 0.69 (BF16) were measured.
+    [(0.003, LEAST_SHARE), (0.03, 0.55)],
+)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
-def test_changes_are_found_fast(dtype: torch.dtype, share: float, figures: Figures) -> None:
+def test_changes_are_found_fast(
+    dtype: torch.dtype, share: float, least: float, figures: Figures
+) -> None:
     from shared.quant.kernels.changes import find_changes
 
     base, new = changed((1 << 30) // dtype.itemsize, dtype, share)
@@ -124,7 +129,7 @@ def test_changes_are_found_fast(dtype: torch.dtype, share: float, figures: Figur
     size = num_bytes(base, new, found.at, found.old, found.new)
     name = f"changes {dtype} at {share}".replace("torch.", "")
     run = partial(find_changes, base, new)
-    _keep(figures, name, tuple(base.shape), run, size, least=LEAST_SHARE_OF_CHANGES)
+    _keep(figures, name, tuple(base.shape), run, size, least=least)
 
 
 def test_one_expert_matrix_at_a_time_for_comparison(figures: Figures) -> None:

@@ -43,6 +43,8 @@ Fault = Literal[
     "keeps_prefixes_secretly",  # likewise, and no answer tells what came from the cache
 ]
 
+PAUSE_LOOKS_S = 1.0  # as in SGLang 0.5.17
+
 
 @dataclass
 class FakeServer:
@@ -66,7 +68,7 @@ class FakeServer:
     breaks_next_health: bool = False  # the connection, not the server
     breaks_next_stream: bool = False  # in the middle of every sequence
     keeps_rebuilt_prefixes: bool = False  # those of a state that was stale
-    holds_next_score: bool = False  # until a pause cuts it short
+    holds_next_score: bool = False  # until it is cut short
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     is_next_late: bool = False  # the next call reaches the server when it is paused
     arrives: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: calls are under way
@@ -93,6 +95,7 @@ class FakeServer:
     _paused: asyncio.Event = field(default_factory=asyncio.Event)
     _known: set[str] = field(default_factory=set)  # sequences that an abort finds
     _cut: set[str] = field(default_factory=set)
+    _cut_all: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._goes_on.set()
@@ -161,8 +164,12 @@ class FakeServer:
         return await self._ok()
 
     async def _pause(self) -> dict[str, Any]:
+        """It cuts short what runs, and looks only a second later whether that has ended."""
         self._goes_on.clear()
         self._paused.set()
+        self._cut_all.set()
+        if self.running:
+            await asyncio.sleep(PAUSE_LOOKS_S)
         return await self._ok()
 
     async def _go_on(self) -> dict[str, Any]:
@@ -324,6 +331,10 @@ class FakeServer:
             self._weights = self._weights | {name: one.T for name, one in experts.items()}
 
     async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("abort_all"):
+            self._cut |= self._known
+            self._cut_all.set()
+            return await self._ok()
         self.aborted.append(body["rid"])
         self._cut |= {body["rid"]} & self._known  # of others it says the same, and does nothing
         return await self._ok()
@@ -344,12 +355,13 @@ class FakeServer:
         answer["meta_info"]["finish_reason"] = {"type": "abort"}
         return answer
 
-    async def _until_paused(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _until_cut(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Scores that an update cut short: none of them."""
         self.holds_next_score = False
+        self._cut_all.clear()
         self.holding.set()
         async with asyncio.timeout(20):
-            await self._paused.wait()
+            await self._cut_all.wait()
         meta = {"finish_reason": {"type": "abort", "message": "paused"}}
         return [{"output_ids": [], "meta_info": meta} for _ in body["input_ids"]]
 
@@ -377,7 +389,7 @@ class FakeServer:
         ):
             return self._fail(body)
         if self.holds_next_score and body.get("logprob_start_len", -1) >= 0:
-            return await self._until_paused(body)
+            return await self._until_cut(body)
         if isinstance(body["input_ids"][0], int):
             return self._answer(body["input_ids"], body["sampling_params"], body)
         if self.endless and int(body["rid"][0].rstrip(";").rpartition(".")[2]) in self.endless:

@@ -1,6 +1,7 @@
 """What an SGLang server is let sample, and when: calls that meet a pause, an abort, a failure."""
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from services.rollout.engine.sglang.client import ServerRefused
 from shared.errors import DeadlineExceeded, Retryable
 from shared.messages import SamplingParams
 from tests.engine_contract import PROBE, reference_logprobs
-from tests.integration.fake_sglang import FakeServer
+from tests.integration.fake_sglang import PAUSE_LOOKS_S, FakeServer
 from tests.integration.sglang_world import NEW, OLD, Attached, attached
 
 REQUEST = GroupRequest(
@@ -69,6 +70,35 @@ async def test_a_pause_does_not_wait_for_a_call_that_came_after_it(
         assert await asyncio.wait_for(sampling, 5) == [(old, 4)]
         world.engine.go_on()
         assert await asyncio.wait_for(world.sample(), 5) == [(old, 4)]
+
+
+async def test_a_server_that_generates_while_it_warms_up_is_not_up_yet(tmp_path: Path) -> None:
+    """Taken for one that is, it would be lost at the first question for its health."""
+    async with attached(FakeServer(), tmp_path) as world:
+        world.fake.is_unwell = True
+        starting = asyncio.create_task(world.engine.server.start(tmp_path))
+        done, _ = await asyncio.wait({starting}, timeout=1)
+        assert not done
+        assert "/generate" in world.fake.calls
+        world.fake.is_unwell = False
+        await asyncio.wait_for(starting, 20)
+        assert await world.engine.server.is_well()
+
+
+async def test_what_runs_is_cut_short_before_the_pause(tmp_path: Path) -> None:
+    """SGLang's pause looks only each second whether what it cuts short has ended."""
+    async with attached(FakeServer(), tmp_path) as world:
+        old = await world.activate(OLD)
+        world.fake.endless = frozenset({0})
+        running = asyncio.create_task(world.engine.generate(REQUEST))
+        await until_running(world, 1)
+        began_s = time.monotonic()
+        await world.engine.pause()
+        assert time.monotonic() - began_s < PAUSE_LOOKS_S
+        world.fake.endless = frozenset()
+        world.engine.go_on()
+        (one,) = await asyncio.wait_for(running, 5)
+        assert one.version_spans == [(old, 4)]
 
 
 @pytest.mark.parametrize("what", ["update", "pause"])
@@ -166,9 +196,10 @@ async def test_a_request_that_the_server_cannot_serve_is_given_up_and_stops_nobo
 
 async def test_calls_that_a_server_lost_which_is_gone_wait_for_the_next(tmp_path: Path) -> None:
     """That is no fault of the request: it waits at the gate however often it happens."""
-    fake = FakeServer(failing=255, failure=500, is_unwell=True)
+    fake = FakeServer(failing=255, failure=500)
     async with attached(fake, tmp_path) as world:
         version = await world.activate(OLD)
+        fake.is_unwell = True
         running = asyncio.create_task(world.engine.generate(FAILING))
         for _ in range(4):
             async with asyncio.timeout(20):

@@ -1,8 +1,9 @@
 """Where two tensors differ, and what stands there: the part of a delta that reads every byte.
 
 Two passes. The first compares 32-bit words, a chunk of them to a program, and gathers those that
-differ in the chunk's own slots; the second takes the words apart into elements, in order. So both
-tensors are read once, and nothing is written but what has changed.
+differ in the chunk's own slots, each with the rank of its first element; the second takes the words
+apart into elements, in order. So both tensors are read once, and nothing is written but what has
+changed.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from shared.quant.kernels.launch import device_of
 
-ROWS = 16  # of 128 words, each one warp's
-CHUNK_WORDS = 128 * ROWS
+ROWS = 8  # of 128 words, a tile: each row is one warp's
+TILES = 8  # of a chunk; they are loaded ahead
+CHUNK_WORDS = 128 * ROWS * TILES
 SLOTS = CHUNK_WORDS // 4  # words of a chunk that may differ
 
 _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_LEAST_ROOM = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,53 +41,54 @@ def supports(tensor: Tensor) -> bool:
 
 
 def find_changes(base: Tensor, new: Tensor) -> Changes | None:
-    """Elements that differ in their bytes; None if a chunk has more of them than slots.
+    """Elements that differ in their bytes; None if they are more than an eighth of all (and than
+    65,536), or more words of a chunk than it has slots.
 
     Both tensors are what `supports` accepts, with one shape and dtype.
     """
-    width = base.element_size()
+    device, width = base.device, base.element_size()
     words = base.numel() * width // 4
     chunks = triton.cdiv(words, CHUNK_WORDS)
-    device = base.device
-    places = torch.empty(chunks * SLOTS, dtype=torch.int16, device=device)
-    pairs = torch.empty(2, chunks * SLOTS, dtype=torch.int32, device=device)
-    counts = torch.empty(chunks, dtype=torch.int32, device=device)
     if not chunks:
         return _room(0, base)
+    slots = torch.empty(3, chunks * SLOTS, dtype=torch.int32, device=device)
+    counts = torch.empty(2, chunks, dtype=torch.int32, device=device)
     with device_of(base):
         _gather[(chunks,)](
             _words(base),
             _words(new),
-            places,
-            *pairs,
-            counts,
+            *slots,
+            *counts,
             words,
             WIDTH=width,
             ROWS=ROWS,
+            TILES=TILES,
             SLOTS=SLOTS,
             num_warps=4,
         )
-        ends = (counts >> 16).cumsum(0, dtype=torch.int64)
-        most, total = torch.stack(((counts & 0xFFFF).amax().long(), ends[-1])).tolist()
-        if most > SLOTS:
-            return None
-        found = _room(total, base)
-        if total:
-            _spread[(chunks,)](
-                places,
-                *pairs,
-                counts,
-                ends,
-                found.at,
-                found.old,
-                found.new,
-                WIDTH=width,
-                CHUNK=CHUNK_WORDS,
-                SLOTS=SLOTS,
-                BLOCK=64,
-                num_warps=1,
-            )
-    return found
+        # All this is asked of the device while it gathers; it answers when all is done.
+        most, ends = counts[0].amax(), counts[1].cumsum(0, dtype=torch.int64)
+        told = torch.stack((most.long(), ends[-1]))
+        room = min(base.numel(), max(base.numel() // 8, _LEAST_ROOM))
+        found = _room(room, base)
+        _spread[(chunks,)](
+            *slots,
+            *counts,
+            ends,
+            found.at,
+            found.old,
+            found.new,
+            room,
+            WIDTH=width,
+            CHUNK=CHUNK_WORDS,
+            SLOTS=SLOTS,
+            BLOCK=128,
+            num_warps=4,
+        )
+    most_words, total = told.tolist()
+    if most_words > SLOTS or total > room:
+        return None
+    return Changes(found.at[:total], found.old[:total], found.new[:total])
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -102,35 +106,47 @@ def _room(total: int, like: Tensor) -> Changes:
 def _gather(
     base,
     new,
-    places,
+    marks,
     olds,
     news,
-    counts,
+    num_words,
+    num_elements,
     words,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
+    TILE: tl.constexpr = ROWS * 128
     chunk = tl.program_id(0).to(tl.int64)
+    start, first = chunk * TILE * TILES, chunk * SLOTS
     place = tl.arange(0, ROWS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    start = chunk * ROWS * 128
-    inside = place < words - start
-    was = tl.load(base + start + place, mask=inside, other=0)
-    now = tl.load(new + start + place, mask=inside, other=0)
-    differs = (was != now).to(tl.int32)
-    # Words and elements are counted at once, in the halves of one number. A row is ranked within
-    # its warp; only the sums of rows are added up across warps.
-    sums = tl.sum(differs | (_differing(was ^ now, WIDTH) << 16), 1)
-    before = (tl.cumsum(sums, 0) - sums) & 0xFFFF
-    # These hints are not true, and harmless, since the mask keeps stores apart: they only make the
-    # compiler store from where it loaded to; else all goes through shared memory first.
-    rank = before[:, None] + tl.cumsum(differs, 1) - 1
-    rank = tl.max_contiguous(tl.multiple_of(rank, (1, 4)), (1, 4))
-    kept = (was != now) & (rank < SLOTS)
-    tl.store(places + chunk * SLOTS + rank, place.to(tl.int16), mask=kept)
-    tl.store(olds + chunk * SLOTS + rank, was, mask=kept)
-    tl.store(news + chunk * SLOTS + rank, now, mask=kept)
-    tl.store(counts + chunk, tl.sum(sums, 0))
+    found_words, found = 0, 0
+    for tile in tl.range(0, TILES, num_stages=3):
+        here = tile * TILE + place
+        inside = here < words - start
+        was = tl.load(base + start + here, mask=inside, other=0)
+        now = tl.load(new + start + here, mask=inside, other=0)
+        # Words and elements are counted at once, in the halves of one number. A row is ranked
+        # within its warp; only the sums of rows are added up across warps.
+        elements = _differing(was ^ now, WIDTH)
+        both = (was != now).to(tl.int32) | (elements << 16)
+        sums = tl.sum(both, 1)
+        rank = (tl.cumsum(sums, 0) - sums)[:, None] + tl.cumsum(both, 1)
+        mark = here | ((rank >> 16) - elements + found) << 16
+        # These hints are not true, and harmless, since the mask keeps stores apart: they only make
+        # the compiler store from where it loaded to; else all goes through shared memory first.
+        slot = (rank & 0xFFFF) - 1 + found_words
+        slot = tl.max_contiguous(tl.multiple_of(slot, (1, 4)), (1, 4))
+        kept = (was != now) & (slot < SLOTS)
+        tl.store(marks + first + slot, mark, mask=kept)
+        tl.store(olds + first + slot, was, mask=kept)
+        tl.store(news + first + slot, now, mask=kept)
+        totals = tl.sum(sums, 0)
+        found_words += totals & 0xFFFF
+        found += totals >> 16
+    tl.store(num_words + chunk, found_words)
+    tl.store(num_elements + chunk, found)
 
 
 @triton.jit
@@ -150,14 +166,16 @@ def _differing(bits, WIDTH: tl.constexpr):
 
 @triton.jit
 def _spread(
-    places,
+    marks,
     olds,
     news,
-    counts,
+    num_words,
+    num_elements,
     ends,
     at,
     old,
     new,
+    room,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -165,32 +183,57 @@ def _spread(
 ):
     PER_WORD: tl.constexpr = 4 // WIDTH
     chunk = tl.program_id(0).to(tl.int64)
-    both = tl.load(counts + chunk)
-    count = both & 0xFFFF
-    begin = tl.load(ends + chunk) - (both >> 16)
-    part = tl.arange(0, PER_WORD)[None, :]
+    count = tl.minimum(tl.load(num_words + chunk), SLOTS)
+    begin = tl.load(ends + chunk) - tl.load(num_elements + chunk)
     start = 0
     while start < count:
         number = start + tl.arange(0, BLOCK)
         inside = number < count
-        place = tl.load(places + chunk * SLOTS + number, mask=inside, other=0).to(tl.int32)
+        mark = tl.load(marks + chunk * SLOTS + number, mask=inside, other=0)
         was = tl.load(olds + chunk * SLOTS + number, mask=inside, other=0)
         now = tl.load(news + chunk * SLOTS + number, mask=inside, other=0)
-        was, now = _elements(was[:, None], part, WIDTH), _elements(now[:, None], part, WIDTH)
-        position = chunk * CHUNK * PER_WORD + (place[:, None] * PER_WORD + part)
-        differs = (was != now).to(tl.int32)
-        sums = tl.sum(differs, 1)
-        rank = (tl.cumsum(sums, 0) - sums)[:, None] + tl.cumsum(differs, 1) - 1
-        tl.store(at + begin + rank, position.to(at.dtype.element_ty), mask=was != now)
-        tl.store(old + begin + rank, was.to(old.dtype.element_ty), mask=was != now)
-        tl.store(new + begin + rank, now.to(new.dtype.element_ty), mask=was != now)
-        begin += tl.sum(sums, 0)
+        position = (chunk * CHUNK + (mark & 0xFFFF)) * PER_WORD
+        rank = begin + (mark >> 16 & 0xFFFF)
+        # Of most words one element differs: the first of each, then of those that have another.
+        rest, goes_on = was ^ now, 1
+        while goes_on > 0:
+            part = _first(rest, WIDTH)
+            kept = (rest != 0) & (rank < room)
+            one, two = _element(was, part, WIDTH), _element(now, part, WIDTH)
+            tl.store(at + rank, (position + part).to(at.dtype.element_ty), mask=kept)
+            tl.store(old + rank, one.to(old.dtype.element_ty), mask=kept)
+            tl.store(new + rank, two.to(new.dtype.element_ty), mask=kept)
+            rank += 1
+            rest = _without(rest, part, WIDTH)
+            goes_on = tl.max((rest != 0).to(tl.int32), 0)
         start += BLOCK
 
 
 @triton.jit
-def _elements(words, part, WIDTH: tl.constexpr):
+def _first(bits, WIDTH: tl.constexpr):
+    """Which element of a word has the lowest bit that is set."""
+    lowest = (bits & -bits).to(tl.uint32, bitcast=True)
     if WIDTH == 4:
-        return words + part * 0
+        return bits * 0
+    elif WIDTH == 2:
+        return (lowest >= 1 << 16).to(tl.int32)
+    else:
+        half = (lowest >= 1 << 16).to(tl.int32)
+        return 2 * half + (lowest >> (16 * half).to(tl.uint32) >= 1 << 8).to(tl.int32)
+
+
+@triton.jit
+def _without(bits, part, WIDTH: tl.constexpr):
+    """A word without one of its elements."""
+    if WIDTH == 4:
+        return bits * 0
+    else:
+        return bits & ~(((1 << WIDTH * 8) - 1) << (part * WIDTH * 8))
+
+
+@triton.jit
+def _element(words, part, WIDTH: tl.constexpr):
+    if WIDTH == 4:
+        return words
     else:
         return (words >> (part * WIDTH * 8)) & ((1 << WIDTH * 8) - 1)

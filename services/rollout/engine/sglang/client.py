@@ -78,14 +78,9 @@ class SGLangClient:
         told = [one for each in answer for one in (each if isinstance(each, list) else [each])]
         return max(told) if told and all(isinstance(one, float | int) for one in told) else None
 
-    async def is_well(self, *, timeout_s: float) -> bool:
-        """Whether the scheduler, not only HTTP, answers in time."""
-        try:
-            await self._ask("/health_generate", timeout_s=timeout_s)
-        except HttpFailed as err:
-            log.warning("sglang_unwell", error=str(err))
-            return False
-        return True
+    async def ask_health(self, *, timeout_s: float) -> None:
+        """HttpFailed unless the scheduler, not only HTTP, answers in time that it is well."""
+        await self._ask("/health_generate", timeout_s=timeout_s)
 
     async def generate(self, body: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
         """One answer per sequence of `body["input_ids"]`."""
@@ -127,6 +122,11 @@ class SGLangClient:
         await self._http.post(
             f"{self.url}/abort_request", {"rid": request_id}, timeout_s=_CONTROL_S, idempotent=True
         )
+
+    async def abort_all(self) -> None:
+        """The same for whatever runs there, or is about to."""
+        url, body = f"{self.url}/abort_request", {"abort_all": True}
+        await self._http.post(url, body, timeout_s=_CONTROL_S, idempotent=True)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._control("/pause_generation", {"mode": mode})

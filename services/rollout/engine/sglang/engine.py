@@ -42,6 +42,7 @@ log = structlog.get_logger()
 
 _HOME_S = 60.0  # for running sequences to come back when told to
 _PAUSED_S = 20.0  # the same where somebody waits for the pause
+_CUT_S = 0.5  # for running sequences to end when they are cut short
 _AWAY_S = (0.1, 1.0)  # first and longest: then a call waits that reached the server after the pause
 _CALL_S = 1800.0
 _ABORT_AGAIN_S = 1.0
@@ -187,11 +188,15 @@ class SGLangEngine:
     async def _bring_home(self, limit_s: float) -> None:
         """Pause the server until all calls have come back.
 
+        SGLang's pause cuts short what runs, and looks a second later whether it has ended (0.5.17,
+        TokenizerManager.pause_generation): it is asked for once that is done.
         A call that reaches it after the pause waits there, where no abort finds it, for the server
         to go on. So it is let in, under the weights that it asked for, and then cut short.
         """
         client, ends_s = self.server.client, time.monotonic() + limit_s
         patience_s, longest_s = _AWAY_S
+        if self._calls:
+            await self._cut_short()
         await client.pause("abort")
         while not await wait_for_event(self._idle, patience_s):
             if time.monotonic() > ends_s:
@@ -200,6 +205,14 @@ class SGLangEngine:
             log.info("sglang_calls_are_late", calls=len(self._calls))
             await client.go_on()
             await client.pause("abort")
+
+    async def _cut_short(self) -> None:
+        try:
+            await self.server.client.abort_all()
+        except HttpFailed as err:
+            log.warning("sglang_abort_lost", error=str(err))  # the pause does it, too
+        else:
+            await wait_for_event(self._idle, _CUT_S)
 
     async def _leave_going(self) -> None:
         """A server that stayed paused would answer nothing, its own health least of all."""

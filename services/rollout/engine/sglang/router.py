@@ -11,14 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import structlog
 
 from services.rollout.engine.sglang.client import PauseMode, ServerRefused, SGLangClient
 from services.rollout.engine.sglang.generation import SAME_SCORES, check_versions, single_bodies
 from shared.errors import HttpFailed
 from shared.http import HttpClient
-
-log = structlog.get_logger()
 
 _ASK_S = 20.0
 T = TypeVar("T")
@@ -83,17 +80,12 @@ class RoutedClient(SGLangClient):
         told = [one for one in found if one is not None]
         return max(told) if len(told) == len(found) else None
 
-    async def is_well(self, *, timeout_s: float) -> bool:
-        """Whether every worker answers, and the router has no other ones."""
-        try:
-            urls = _healthy(await self._ask("/workers", timeout_s=timeout_s))
-        except HttpFailed as err:
-            log.warning("sglang_unwell", error=str(err))
-            return False
+    async def ask_health(self, *, timeout_s: float) -> None:
+        """Of every worker; ServerRefused where the router has other ones."""
+        urls = _healthy(await self._ask("/workers", timeout_s=timeout_s))
         if others := set(urls) - {worker.url for worker in self.workers}:
-            log.warning("sglang_router_has_more_workers", url=self.url, workers=sorted(others))
-            return False
-        return all(await self._all(lambda worker: worker.is_well(timeout_s=timeout_s)))
+            raise ServerRefused(f"{self.url} has more workers: {', '.join(sorted(others))}")
+        await self._all(lambda worker: worker.ask_health(timeout_s=timeout_s))
 
     async def generate(self, body: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
         """Each sequence is a call of its own: the router takes no others, and may spread them."""
@@ -137,6 +129,9 @@ class RoutedClient(SGLangClient):
 
     async def abort(self, request_id: str) -> None:
         await self._all(lambda worker: worker.abort(request_id))
+
+    async def abort_all(self) -> None:
+        await self._all(lambda worker: worker.abort_all())
 
     async def pause(self, mode: PauseMode) -> None:
         await self._all(lambda worker: worker.pause(mode))

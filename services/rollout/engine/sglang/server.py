@@ -1,6 +1,7 @@
 """One SGLang server: started here and ended with us, or somebody else's that we attach to.
 
-A server is up when it has generated a token, not when its port is open. One that we started is
+A server is up when it has generated a token and says that it is well, not when its port is open:
+SGLang generates before it has warmed up, and calls itself unwell until then. One that we started is
 known by a mark in its environment, so that its scheduler processes end with it.
 """
 
@@ -69,7 +70,14 @@ class Server:
         await self.start(model)
 
     async def is_well(self) -> bool:
-        return not self.has_ended and await self.client.is_well(timeout_s=_HEALTH_S)
+        if self.has_ended:
+            return False
+        try:
+            await self.client.ask_health(timeout_s=_HEALTH_S)
+        except (HttpFailed, ServerRefused) as err:
+            log.warning("sglang_unwell", error=str(err))
+            return False
+        return True
 
     async def stop(self) -> None:
         """End a server of ours with all its processes; leave another's alone."""
@@ -107,7 +115,7 @@ class Server:
         while time.monotonic() - began_s < limit_s:
             if self.has_ended:
                 raise ServerFailed(f"SGLang ended at its start: {self.log_tail()}")
-            if await self._is_reached() and await self._has_generated():
+            if await self._is_reached() and await self._is_up():
                 seconds = time.monotonic() - began_s
                 log.info("sglang_up", url=self.client.url, seconds=round(seconds, 1))
                 return
@@ -137,14 +145,16 @@ class Server:
             )
         return True
 
-    async def _has_generated(self) -> bool:
+    async def _is_up(self) -> bool:
         body = {
             "input_ids": [[0, 1]],
             "sampling_params": [{"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}],
         }
         try:
             answers = await self.client.generate(body, timeout_s=_HEALTH_S)
-        except (HttpFailed, TandemError):
+            await self.client.ask_health(timeout_s=_HEALTH_S)
+        except TandemError as err:
+            log.debug("sglang_not_up_yet", error=str(err))
             return False
         return len(answers[0]["output_ids"]) == 1
 
