@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from torch import Tensor
 
 from services.rollout.engine.requests import GroupRequest
 from services.rollout.engine.sglang.buckets import Bucket, buckets_of
@@ -253,16 +252,18 @@ class _Ending:
             tensors = {n: t for n, t in tensors.items() if ".attn.wkv." not in n}
         for bucket in buckets_of(tensors, max_bytes=BUCKET_BYTES):
             if self._fault == "odd bytes before integers":
-                bucket.sort(key=_oddest_first)
+                bucket = _misaligned(bucket)
             await send_bucket(client, bucket, timeout_s=timeout_s)
 
 
-def _oddest_first(item: tuple[str, Tensor]) -> int:
-    """What is no multiple of eight bytes, then the integer tables, which then lie across."""
-    _, tensor = item
-    if tensor.nbytes % 8:
-        return 0
-    return 1 if tensor.dtype == torch.int64 else 2
+def _misaligned(bucket: Bucket) -> Bucket:
+    """One tensor of 12 bytes, then the integer tables: a second one would align them again."""
+    integers = [item for item in bucket if item[1].dtype == torch.int64]
+    if not integers:
+        return bucket
+    odd = next(item for item in bucket if item[1].nbytes % 8)
+    first = {name for name, _ in (odd, *integers)}
+    return [odd, *integers, *(item for item in bucket if item[0] not in first)]
 
 
 @torch.no_grad()
