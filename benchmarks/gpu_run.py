@@ -41,7 +41,7 @@ EVALUATION = (
     *("truncated_share", "response_tokens_mean", "seconds"),
 )
 JOB = ("name", "seed", "steps", "warm_up", "sampling", "algorithm", "actor", "rollout", "update")
-LATE_S = 0.9  # an engine has a second's patience with calls behind its pause
+LOOKS_S = 0.9  # SGLang's pause looks a second later whether what it cut short has ended
 PREFLIGHT = ("passed", "memory", "parity", "seconds")
 
 Run = Mapping[str, Any]
@@ -245,10 +245,10 @@ def _rate(first: int, last: int) -> Callable[[Run], str]:
     return rate
 
 
-def _late(run: Run) -> str:
-    """Updates whose pause was longer than their load and probe, by the patience for late calls."""
-    late = [one["pause_s"] - one["restore_s"] - one["probe_s"] > LATE_S for one in probes(run)]
-    return f"{sum(late)} of {len(late)}"
+def _looked_twice(run: Run) -> str:
+    """Updates whose pause was a second longer than their load and probe."""
+    twice = [one["pause_s"] - one["restore_s"] - one["probe_s"] > LOOKS_S for one in probes(run)]
+    return f"{sum(twice)} of {len(twice)}"
 
 
 ROWS: dict[str, Callable[[Run], str]] = {
@@ -289,7 +289,7 @@ ROWS: dict[str, Callable[[Run], str]] = {
     },
     "- pause": lambda run: _span(_per_update(run, "pause_s")),
     "- - of it the server's load": _phase("pause: load"),
-    "- - updates that waited for a late call": _late,
+    "- - updates whose pause looked twice": _looked_twice,
     "whole update": lambda run: _span(_per_update(run, "seconds")),
     "- share of the time with one under way": _updating,
     "whole update, GB/s": lambda run: _span(
