@@ -69,6 +69,8 @@ class FakeServer:
     breaks_next_stream: bool = False  # in the middle of every sequence
     keeps_rebuilt_prefixes: bool = False  # those of a state that was stale
     holds_next_score: bool = False  # until it is cut short
+    cuts_early: bool = False  # calls that its scheduler does not have yet
+    hangs_in_abort: bool = False
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     is_next_late: bool = False  # the next call reaches the server when it is paused
     arrives: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: calls are under way
@@ -331,6 +333,8 @@ class FakeServer:
             self._weights = self._weights | {name: one.T for name, one in experts.items()}
 
     async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.hangs_in_abort:
+            await asyncio.sleep(3600)
         if body.get("abort_all"):
             self._cut |= self._known
             self._cut_all.set()
@@ -342,6 +346,14 @@ class FakeServer:
     def _is_cut_short(self, rid: str) -> bool:
         return not self.is_deaf and (rid in self._cut or self._paused.is_set())
 
+    def _aborted(self, body: dict[str, Any]) -> Any:
+        """What SGLang 0.5.17 says of a call that was aborted before its scheduler had it."""
+        error: dict[str, Any] = {"message": "Request was aborted"}
+        if not body.get("stream"):
+            return JSONResponse({"error": error}, 499)
+        line = f"data: {json.dumps({'error': error | {'code': 499}})}\n\ndata: [DONE]\n\n"
+        return StreamingResponse(iter([line]), media_type="text/event-stream")
+
     async def _run_until_aborted(self, body: dict[str, Any]) -> Any:
         """One sequence, with a token by then."""
         self.running += 1
@@ -350,18 +362,22 @@ class FakeServer:
             while not self._is_cut_short(body["rid"][0]):  # noqa: ASYNC110  another request tells
                 await asyncio.sleep(0.01)
         self.running -= 1
+        if self.cuts_early:
+            return self._aborted(body)
         sampling = body["sampling_params"][0] | {"max_new_tokens": 1}
         answer = self._answer(body["input_ids"][0], sampling, body)
         answer["meta_info"]["finish_reason"] = {"type": "abort"}
         return answer
 
-    async def _until_cut(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _until_cut(self, body: dict[str, Any]) -> Any:
         """Scores that an update cut short: none of them."""
         self.holds_next_score = False
         self._cut_all.clear()
         self.holding.set()
         async with asyncio.timeout(20):
             await self._cut_all.wait()
+        if self.cuts_early:
+            return self._aborted(body)
         meta = {"finish_reason": {"type": "abort", "message": "paused"}}
         return [{"output_ids": [], "meta_info": meta} for _ in body["input_ids"]]
 
@@ -394,6 +410,8 @@ class FakeServer:
             return self._answer(body["input_ids"], body["sampling_params"], body)
         if self.endless and int(body["rid"][0].rstrip(";").rpartition(".")[2]) in self.endless:
             answer = await self._run_until_aborted(body)
+            if self.cuts_early:
+                return answer
             if not body.get("stream"):
                 return [answer]
             line = f"data: {json.dumps(answer | {'index': 0})}\n\ndata: [DONE]\n\n"

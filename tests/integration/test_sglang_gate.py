@@ -85,6 +85,47 @@ async def test_a_server_that_generates_while_it_warms_up_is_not_up_yet(tmp_path:
         assert await world.engine.server.is_well()
 
 
+async def test_a_server_that_is_never_well_is_said_not_to_be(tmp_path: Path) -> None:
+    async with attached(FakeServer(), tmp_path) as world:
+        server = world.engine.server
+        server.spec, world.fake.is_unwell = replace(server.spec, start_deadline_s=1.0), True
+        with pytest.raises(DeadlineExceeded, match=r"and be well \(GET .*/health_generate: 503"):
+            await server.start(tmp_path)
+
+
+async def test_a_pause_does_not_wait_for_an_abort_that_is_not_answered(tmp_path: Path) -> None:
+    async with attached(FakeServer(), tmp_path) as world:
+        await world.activate(OLD)
+        world.fake.endless = frozenset({0})
+        running = asyncio.create_task(world.engine.generate(REQUEST))
+        await until_running(world, 1)
+        world.fake.hangs_in_abort = True
+        await asyncio.wait_for(world.engine.pause(), 10)
+        assert world.engine.paused
+        world.fake.endless = frozenset()
+        world.engine.go_on()
+        await asyncio.wait_for(running, 5)
+
+
+@pytest.mark.parametrize("stream_interval", [0, 1])
+async def test_a_call_that_is_cut_short_before_the_scheduler_has_it_is_made_again(
+    tmp_path: Path, stream_interval: int
+) -> None:
+    async with attached(
+        FakeServer(cuts_early=True), tmp_path, stream_interval=stream_interval
+    ) as world:
+        await world.activate(OLD)
+        world.fake.endless = frozenset({0})
+        running = asyncio.create_task(world.engine.generate(REQUEST))
+        await until_running(world, 1)
+        await world.engine.pause()
+        world.fake.endless = frozenset()
+        new = await world.activate(NEW)
+        world.engine.go_on()
+        (one,) = await asyncio.wait_for(running, 5)
+        assert one.version_spans == [(new, 4)]
+
+
 async def test_what_runs_is_cut_short_before_the_pause(tmp_path: Path) -> None:
     """SGLang's pause looks only each second whether what it cuts short has ended."""
     async with attached(FakeServer(), tmp_path) as world:

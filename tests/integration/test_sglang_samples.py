@@ -102,12 +102,13 @@ async def test_scores_of_other_tokens_are_refused_and_the_last_token_is_known(
             await world.engine.score_now([ids])
 
 
+@pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize("asked", [None, 0])
 async def test_a_score_that_an_update_cuts_short_is_of_one_version(
-    tmp_path: Path, asked: int | None
+    tmp_path: Path, asked: int | None, is_early: bool
 ) -> None:
     """The update waits for the call; then the new version is scored, or the lost one refused."""
-    async with attached(FakeServer(), tmp_path) as world:
+    async with attached(FakeServer(cuts_early=is_early), tmp_path) as world:
         await world.activate(OLD)
         world.fake.holds_next_score = True
         scoring = asyncio.create_task(world.engine.score(PROBE, 1.0, asked))

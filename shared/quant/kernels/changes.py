@@ -44,7 +44,8 @@ def find_changes(base: Tensor, new: Tensor) -> Changes | None:
     """Elements that differ in their bytes; None if they are more than an eighth of all (and than
     65,536), or more words of a chunk than it has slots.
 
-    Both tensors are what `supports` accepts, with one shape and dtype.
+    Both tensors are what `supports` accepts, with one shape and dtype. While it runs it takes up to
+    twice the bytes of one of them.
     """
     device, width = base.device, base.element_size()
     words = base.numel() * width // 4

@@ -20,6 +20,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 _CONTROL_S = 30.0
 _IDLE_S = 10.0  # a sequence's answer comes a moment before its slot is free
+CUT_SHORT = 499  # of what an abort found before SGLang's scheduler had it
 
 
 class ServerRefused(TandemError):
@@ -102,8 +103,10 @@ class SGLangClient:
             if not line.startswith("data: "):
                 continue
             answer = json.loads(line.removeprefix("data: "))
-            if "error" in answer:
-                raise ServerRefused(f"/generate: {str(answer['error'])[:300]}")
+            if error := answer.get("error"):
+                if isinstance(error, dict) and error.get("code") == CUT_SHORT:
+                    raise HttpFailed("POST", url, CUT_SHORT, str(error))
+                raise ServerRefused(f"/generate: {str(error)[:300]}")
             yield int(answer.get("index", 0)), answer
         raise HttpFailed("POST", url, None, "the stream ended before its end was said")
 
@@ -123,10 +126,10 @@ class SGLangClient:
             f"{self.url}/abort_request", {"rid": request_id}, timeout_s=_CONTROL_S, idempotent=True
         )
 
-    async def abort_all(self) -> None:
+    async def abort_all(self, *, timeout_s: float) -> None:
         """The same for whatever runs there, or is about to."""
         url, body = f"{self.url}/abort_request", {"abort_all": True}
-        await self._http.post(url, body, timeout_s=_CONTROL_S, idempotent=True)
+        await self._http.post(url, body, timeout_s=timeout_s, idempotent=True)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._control("/pause_generation", {"mode": mode})

@@ -22,7 +22,7 @@ import structlog
 from services.rollout.engine.checks import check_request, check_routes, check_tokens
 from services.rollout.engine.requests import Completion, EngineSpec, GroupRequest
 from services.rollout.engine.sglang.asked import Asked
-from services.rollout.engine.sglang.client import ServerRefused
+from services.rollout.engine.sglang.client import CUT_SHORT, ServerRefused
 from services.rollout.engine.sglang.generation import (
     Sequence,
     has_routes,
@@ -42,7 +42,7 @@ log = structlog.get_logger()
 
 _HOME_S = 60.0  # for running sequences to come back when told to
 _PAUSED_S = 20.0  # the same where somebody waits for the pause
-_CUT_S = 0.5  # for running sequences to end when they are cut short
+_CUT_S = 0.5  # to tell a server to cut short what runs, and again for that to end
 _AWAY_S = (0.1, 1.0)  # first and longest: then a call waits that reached the server after the pause
 _CALL_S = 1800.0
 _ABORT_AGAIN_S = 1.0
@@ -113,8 +113,13 @@ class SGLangEngine:
             await self._pass_gate(0, asyncio.Event())
             version = self._require(policy_version)
             call_id = f"score-{next(self._numbers)}"
-            with self._under_way(call_id, []):  # an update waits for it, and is not scored
-                answers = await self._score_answers(sequences, call_id)
+            try:
+                with self._under_way(call_id, []):  # an update waits for it, and is not scored
+                    answers = await self._score_answers(sequences, call_id)
+            except HttpFailed as err:
+                if err.status != CUT_SHORT:
+                    raise
+                continue
             if all(is_complete(one, []) for one in answers):
                 return version, self._scores(sequences, answers)
         raise ServerRefused(f"{_SCORE_TRIES} calls in a row for scores were cut short")
@@ -208,7 +213,7 @@ class SGLangEngine:
 
     async def _cut_short(self) -> None:
         try:
-            await self.server.client.abort_all()
+            await self.server.client.abort_all(timeout_s=_CUT_S)
         except HttpFailed as err:
             log.warning("sglang_abort_lost", error=str(err))  # the pause does it, too
         else:

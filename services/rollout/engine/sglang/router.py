@@ -130,8 +130,8 @@ class RoutedClient(SGLangClient):
     async def abort(self, request_id: str) -> None:
         await self._all(lambda worker: worker.abort(request_id))
 
-    async def abort_all(self) -> None:
-        await self._all(lambda worker: worker.abort_all())
+    async def abort_all(self, *, timeout_s: float) -> None:
+        await self._all(lambda worker: worker.abort_all(timeout_s=timeout_s))
 
     async def pause(self, mode: PauseMode) -> None:
         await self._all(lambda worker: worker.pause(mode))

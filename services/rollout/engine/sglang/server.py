@@ -47,6 +47,7 @@ class Server:
         self.is_here = self.is_ours  # it sees what is on this host
         self._engine = engine
         self._child: asyncio.subprocess.Process | None = None
+        self._not_yet = ""  # why it is not up
 
     @property
     def is_ours(self) -> bool:
@@ -57,7 +58,7 @@ class Server:
         return self._child is not None and self._child.returncode is not None
 
     async def start(self, model: Path) -> None:
-        """Start or attach, and wait until it generates."""
+        """Start or attach, and wait until it is up."""
         if self.is_ours:
             await self._spawn(model)
         await self._wait_until_up()
@@ -109,7 +110,7 @@ class Server:
         log.info("sglang_started", pid=self._child.pid, model=str(model), log=str(self.log_file))
 
     async def _wait_until_up(self) -> None:
-        """Until it generates; whatever runs at a given URL is asked anew what it is."""
+        """Until it generates and is well; what runs at a given URL is asked anew what it is."""
         limit_s = self.spec.start_deadline_s
         began_s = time.monotonic()
         while time.monotonic() - began_s < limit_s:
@@ -120,7 +121,8 @@ class Server:
                 log.info("sglang_up", url=self.client.url, seconds=round(seconds, 1))
                 return
             await asyncio.sleep(_POLL_S)
-        raise DeadlineExceeded(f"SGLang at {self.client.url} to generate a token", limit_s)
+        what = f"SGLang at {self.client.url} to generate a token and be well ({self._not_yet})"
+        raise DeadlineExceeded(what, limit_s)
 
     async def _is_reached(self) -> bool:
         if self.is_ours:
@@ -130,7 +132,8 @@ class Server:
             self.client = await client_of(self.client.url, self.spec.token)
             await self.client.go_on()  # an update that broke may have left it paused
         except (HttpFailed, ServerRefused) as err:
-            log.debug("sglang_not_reached", url=self.client.url, error=str(err))
+            self._not_yet = str(err)
+            log.debug("sglang_not_reached", url=self.client.url, error=self._not_yet)
             return False
         if isinstance(self.client, RoutedClient) and self.spec.transport != "disk":
             raise ServerFailed(
@@ -154,7 +157,8 @@ class Server:
             answers = await self.client.generate(body, timeout_s=_HEALTH_S)
             await self.client.ask_health(timeout_s=_HEALTH_S)
         except TandemError as err:
-            log.debug("sglang_not_up_yet", error=str(err))
+            self._not_yet = str(err)
+            log.debug("sglang_not_up_yet", error=self._not_yet)
             return False
         return len(answers[0]["output_ids"]) == 1
 
