@@ -93,8 +93,12 @@ async def test_old_state_does_not_hide_behind_an_actor_that_rounds_nothing(
         loaded.append(server.scheduler.version)
         probe = store.probe(version)
         assert probe is not None
-        proven = prove(version, probe, server.score(PROMPTS, 1.0, None)[1], anchor=anchor)
-        assert proven.mean_abs_delta < 0.01  # of the same policy, computed twice
+        scores = server.score(PROMPTS, 1.0, None)[1]
+        proven = prove(version, probe, scores, anchor=anchor)
+        # Of the same policy, computed twice: but for what follows a code that fell to the other
+        # side, which some processors' last bits make one do.
+        ours = np.concatenate([one.logprobs for one in probe.sequences])
+        assert np.median(np.abs(ours - np.concatenate(scores))) < 1e-4
         anchor = anchor or proven
         unrounded.train_step(batch(unrounded, version + 1))
     books.close()
