@@ -11,6 +11,7 @@ import threading
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -277,8 +278,14 @@ def _into_file(
             if stopped is not None and stopped.is_set():
                 raise HttpFailed("GET", url, answer.status, f"given up at byte {at} of {expected}")
             digest.update(chunk[:count])
-            file.write(chunk[:count])
+            _write_all(file, chunk[:count])
             at += count
             arrived(at)
         file.truncate(expected)
     return Downloaded(expected - offset, digest.hexdigest())
+
+
+def _write_all(file: RawIOBase, data: memoryview) -> None:
+    """An unbuffered file takes what the disk has room for, and says so only at the next write."""
+    while data:
+        data = data[file.write(data) :]

@@ -66,12 +66,15 @@ def export_version(
         base=None if base is None else StoredVersion.open(base),
     )
     mine, wrong, unwritten = None, "", ""
+    own = iter(tensors)
     try:
-        mine = _export_own(tensors, writer, policy, version)
+        mine = _export_own(own, writer, policy, version)
     except ValueError as err:
         wrong = str(err)
     except OSError as err:
         unwritten = str(err)
+    for _ in own:
+        pass  # a rank that has failed still owes the others its slices of what they own
     parts = _exchanged(exchange, directory, _Part(manifest=mine, wrong=wrong, unwritten=unwritten))
     manifest = merge_parts(parts)
     _place(directory, writer.prefix, parts[exchange.rank], first_shards(parts)[exchange.rank])

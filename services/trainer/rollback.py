@@ -59,7 +59,9 @@ class Rollback:
 
         LookupError if it is not kept any more, WeightsCorrupt names a file of it that is missing.
         """
-        current, kept = self._publisher.current, self._store.versions()
+        current = self._publisher.current
+        # One above it is only being exported: it has no probe yet, and publishing it ends nothing.
+        kept = [one for one in self._store.versions() if current is None or one <= current]
         if version != current:
             if version not in kept:
                 raise LookupError(f"version {version} is not kept; kept are {kept}")

@@ -22,6 +22,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # code = sign · 8 + ind
 MAX_LOSSLESS_SPREAD = 14  # exponents inside one FP8 block, for the conversion to be exact
 
 _HEADROOM = 6  # FP8 codes reach 6 · 2^6 = 384 < 448
+_OUT_OF_REACH = 32  # shifted down so far no code is one of FP8; much further none is one of FP32
 
 
 def quantise_fp4(weight_NK: Tensor, *, name: str = "tensor") -> tuple[Tensor, Tensor]:
@@ -86,7 +87,7 @@ def fp4_to_fp8(packed: Tensor, scale: Tensor, *, name: str = "tensor") -> tuple[
     used = (values != 0).any(-1)
     high = _block_max(torch.where(used, exponent, -(2**30)))
     block_exponent = torch.where(high == -(2**30), 0, high - _HEADROOM).clamp_(-E8M0_BIAS)
-    shift = exponent - _spread(block_exponent, exponent.shape)
+    shift = (exponent - _spread(block_exponent, exponent.shape)).clamp_(min=-_OUT_OF_REACH)
     shifted = values * torch.exp2(torch.where(used, shift, 0).float())[..., None]
     codes = shifted.to(torch.float8_e4m3fn)
     _refuse_loss(codes.float() != shifted, used, exponent, name)

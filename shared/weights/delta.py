@@ -241,6 +241,8 @@ def _apply_run(result: Array, reader: _Reader) -> int:
     if len(at) != num_changed or (num_changed and at[-1] >= len(result)):
         raise WeightsCorrupt(f"positions are not of {num_changed} in {len(result)} elements")
     bits = _STEP_BITS.get(_VALUES[values], 0)
+    if bits >= 8 * result.itemsize:
+        raise WeightsCorrupt(f"steps of {bits} bits in elements of {8 * result.itemsize}")
     steps = reader.take((num_changed * bits + 7) // 8)
     whole = reader.take(num_whole * result.itemsize).view(result.dtype)
     if bits:

@@ -1,6 +1,7 @@
 """Shards over a real connection: whole, resumed, and all the ways they can be wrong."""
 
 import contextlib
+import resource
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -85,6 +86,20 @@ def test_wrong_answer_is_named(address, tmp_path, path, expected_bytes, sentence
         download(address + path, tmp_path / "shard", expected_bytes=expected_bytes)
     with pytest.raises(HttpFailed, match=sentence):
         download(address + path, bytearray(expected_bytes), expected_bytes=expected_bytes)
+
+
+def test_what_a_full_disk_did_not_take_has_not_arrived(address, tmp_path):
+    """The write that meets its end takes a part and raises nothing: the next one does."""
+    target, told = tmp_path / "shard", []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_001, before[1]))
+    try:
+        with pytest.raises(HttpFailed, match="File too large"):
+            download(f"{address}/shard", target, expected_bytes=len(SHARD), arrived=told.append)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert target.stat().st_size == 3_000_001
+    assert 0 < max(told) <= 3_000_001
 
 
 def test_absent_server_is_an_http_failure(free_port):

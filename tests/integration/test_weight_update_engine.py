@@ -394,6 +394,29 @@ def test_a_cached_prompt_that_scores_otherwise_is_refused(
     assert engine.policy_version == 0
 
 
+def test_an_error_in_the_pause_puts_the_old_version_back(
+    engine: EmbeddedEngine,
+    publisher: Publisher,
+    weights: dict[str, dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher.activate(engine, weights["A"])
+    engine.scheduler.add(request("g"))
+    run(engine, rounds=6)
+    score = Scheduler.score_witness
+
+    def exhausted(scheduler: Scheduler, token_ids: np.ndarray, *, until: int) -> np.ndarray:
+        if engine.policy_version == 1:
+            raise RuntimeError("out of memory")
+        return score(scheduler, token_ids, until=until)
+
+    monkeypatch.setattr(Scheduler, "score_witness", exhausted)
+    with pytest.raises(PrefixKept, match=r"cannot be scored: .*out of memory") as refused:
+        publisher.activate(engine, weights["B"], mode="abort", probe=probe_for(weights["B"]))
+    assert engine.policy_version == 0
+    assert [name for name, _ in refused.value.ended] == ["g"]  # or nobody would be answered
+
+
 def test_a_version_with_another_effective_checksum_than_its_replicas_is_refused(
     engine: EmbeddedEngine, publisher: Publisher, weights: dict[str, dict[str, Tensor]]
 ) -> None:

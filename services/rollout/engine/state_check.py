@@ -55,7 +55,10 @@ class StateCheck:
             return f"state that version {old} has computed was kept over the switch"
         if self._old is None or not len(self._tokens):
             return None
-        scores = self._scheduler.score_witness(self._tokens, until=len(self._tokens) - 1)
+        try:
+            scores = self._scheduler.score_witness(self._tokens, until=len(self._tokens) - 1)
+        except Exception as err:  # noqa: BLE001  as out of memory: the old version is put back
+            return f"a prompt that was cached before the switch cannot be scored: {err!r}"
         delta = float(np.median(np.abs(scores - self._expected)))
         if delta <= SAME:
             return None

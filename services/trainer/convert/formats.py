@@ -36,7 +36,8 @@ class Stored:
 def recast(name: str, stored: Stored, *, policy: Policy) -> dict[str, Tensor]:
     """{name: codes or values, its .scale: scales} in the policy's format.
 
-    ValueError names the tensor if it is not finite, or the block that FP8 cannot hold exactly.
+    ValueError names the tensor if it is not finite or BF16 cannot hold its codes' values, or the
+    block that FP8 cannot hold exactly.
     """
     found, wanted = _FORMATS[stored.tensor.dtype], format_of(name, policy)
     if (found == "int64") != (wanted == "int64"):
@@ -50,7 +51,11 @@ def recast(name: str, stored: Stored, *, policy: Policy) -> dict[str, Tensor]:
         codes, scale = fp4_to_fp8(stored.tensor, stored.scale, name=name)
         return _with_scale(name, codes, scale, policy)
     values = dequantise_tensor(name, stored.tensor, scale=stored.scale)
-    return quantise_tensor(name, values, policy=policy)
+    made = quantise_tensor(name, values, policy=policy)
+    is_exact = stored.scale is not None and stored.scale.dtype == _SCALES["e8m0"]
+    if is_exact and wanted == "bf16" and not torch.equal(made[name].float(), values):
+        raise CheckpointInvalid(f"{name}: has bits below 2^-133, which BF16 cannot hold")
+    return made
 
 
 def _with_scale(name: str, codes: Tensor, scale: Tensor, policy: Policy) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.trainer import shard_writer
 from services.trainer.disk import Unwritable
 from services.trainer.export import Exchange, export_version
-from services.trainer.ownership import Piece, whole_tensors
+from services.trainer.ownership import Named, Piece, whole_tensors
 from shared.errors import WeightsCorrupt
 from shared.models.deepseek_v4.names import fused_partner
 from shared.quant.policy import POLICIES
@@ -96,10 +96,12 @@ def pieces_of(weights: dict[str, Tensor], rank: int, size: int) -> Iterator[Piec
         yield Piece(name, values if axis is None else values.chunk(size, axis)[rank], axis)
 
 
-def export(weights: dict[str, Tensor], folder: Path, version: int = 1, **more: object) -> Manifest:
+def export(
+    weights: dict[str, Tensor] | Iterator[Named], folder: Path, version: int = 1, **more: object
+) -> Manifest:
     folder.mkdir(parents=True, exist_ok=True)
     return export_version(
-        weights.items(),
+        weights.items() if isinstance(weights, dict) else weights,
         folder,
         job_id="test",
         policy_version=version,
@@ -167,11 +169,14 @@ class TwoRanks:
 
         def rank(number: int) -> Manifest:
             exchange = Exchange(number, lambda mine: team.meet(number, mine))  # type: ignore[arg-type,return-value]
-            own = dict(whole_tensors(pieces_of(weights, number, 2), Group(team, number)))
-            self.owned[number] = list(own)
-            return export(own, folder, exchange=exchange, **more)
+            return export(self._own(weights, number, team), folder, exchange=exchange, **more)
 
         return team.run(rank)
+
+    def _own(self, weights: dict[str, Tensor], rank: int, team: Team) -> Iterator[Named]:
+        for named in whole_tensors(pieces_of(weights, rank, 2), Group(team, rank)):
+            self.owned[rank].append(named[0])
+            yield named
 
 
 def test_two_sources_of_split_tensors_publish_the_bytes_of_one(
@@ -244,6 +249,18 @@ def test_an_error_of_one_rank_is_raised_by_all_with_the_tensor_and_the_rank(
         assert isinstance(error, WeightsCorrupt)
         assert "rank 1: layers.1.attn.wq_a.weight: NaN or infinity" in str(error)
     assert not (tmp_path / MANIFEST_FILE).exists()
+
+
+@pytest.mark.parametrize("name", ["layers.1.attn.wq_b.weight", "layers.1.attn.wo_b.weight"])
+def test_an_error_between_ranks_that_share_tensors_leaves_none_of_them_waiting(
+    name: str, weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Slices of what comes after the bad tensor are still to be joined at the other rank."""
+    bad = weights | {name: torch.full_like(weights[name], torch.nan)}
+    for error in TwoRanks().export(bad, tmp_path / "out"):
+        assert isinstance(error, WeightsCorrupt)
+        assert f": {name}: NaN or infinity" in str(error)
+    assert not (tmp_path / "out" / MANIFEST_FILE).exists()
 
 
 def test_a_disk_without_room_for_one_part_is_told_by_all(

@@ -126,6 +126,15 @@ def test_fp4_to_fp8_names_the_block_that_would_change() -> None:
         fp4_to_fp8(packed, e8m0(exponents), name="w2")
 
 
+@pytest.mark.parametrize("spread", [156, 254])
+def test_fp4_to_fp8_does_not_lose_what_fp32_cannot_hold_either(spread: int) -> None:
+    packed = pack_nibbles(torch.ones(128, 128, dtype=torch.uint8))
+    exponents = torch.full((128, 4), 127, dtype=torch.int32)
+    exponents[7, 1] = 127 - spread
+    with pytest.raises(ValueError, match=rf"w2: .* of block \(0, 0\) differ by {spread}"):
+        fp4_to_fp8(packed, e8m0(exponents), name="w2")
+
+
 def test_fp4_to_fp8_ignores_scales_of_zero_groups() -> None:
     weight = random_matrix(128, 128)
     weight[5, 32:64] = 0

@@ -253,3 +253,12 @@ def test_a_damaged_delta_is_refused_or_wrong_but_never_beyond_its_tensor(
             apply_delta(base, encoded[:cut])
     with pytest.raises(WeightsCorrupt, match="1 bytes too much"):
         apply_delta(base, encoded + b"x")
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2])
+def test_steps_as_wide_as_an_element_are_refused(item_bytes: int) -> None:
+    """Whoever reads a delta falls back to the whole shard on `WeightsCorrupt` alone."""
+    run = struct.pack("<BBxxIII", 0, 3, 1, 1, 0) + bytes([5, 1, 0])
+    delta = struct.pack("<BBxxxxxxQQ", 1, item_bytes, 8, 1) + run
+    with pytest.raises(WeightsCorrupt, match=f"steps of 16 bits in elements of {8 * item_bytes}"):
+        apply_delta(bytes(8 * item_bytes), delta)

@@ -99,6 +99,19 @@ def test_fp4_scale_of_255_is_refused_by_name(wanted: str) -> None:
         recast(EXPERT, Stored(codes, raw.view(scale.dtype)), policy=POLICIES[wanted])
 
 
+def test_what_bf16_cannot_hold_is_refused_by_name() -> None:
+    """Byte 0 is the scale 2^-127, under which the smallest code is 2^-136."""
+    lowest = torch.zeros(1, 1, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    smallest = torch.full((1, 1), 2.0**-9).to(torch.float8_e4m3fn)
+    with pytest.raises(CheckpointInvalid, match=f"^{EXPERT}: has bits below 2\\^-133"):
+        recast(EXPERT, Stored(smallest, lowest), policy=POLICIES["bf16"])
+    one = torch.ones(1, 1).to(torch.float8_e4m3fn)
+    parts = recast(EXPERT, Stored(one, lowest), policy=POLICIES["bf16"])
+    assert parts[EXPERT].item() == 2.0**-127
+    wide = torch.full((1, 1), 1 / 3)  # from scales like these rounding is what is asked for
+    recast(EXPERT, Stored(one, wide), policy=POLICIES["bf16"])
+
+
 def test_codes_without_scales_are_refused_by_name() -> None:
     codes, _ = quantise_fp8(matrix())
     with pytest.raises(CheckpointInvalid, match=f"^{EXPERT}: expected a scale for fp8"):
