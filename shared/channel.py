@@ -36,7 +36,7 @@ from shared.frames import (
     pack_frame,
     unpack_frame,
 )
-from shared.tasks import end
+from shared.tasks import end, take
 
 log = structlog.get_logger()
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -61,7 +61,7 @@ class Listener:
 
     async def accept(self, timeout_s: float) -> "AsyncChannel":
         try:
-            return await asyncio.wait_for(self._arrivals.get(), timeout_s)
+            return await take(self._arrivals, timeout_s)
         except TimeoutError as err:
             raise DeadlineExceeded(f"a child to connect to {self.address}", timeout_s) from err
 

@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 
 async def end(task: asyncio.Task[Any], within_s: float = 5.0) -> None:
@@ -63,6 +64,12 @@ async def first_of(
     finally:
         for task in own:
             await end(task)
+
+
+async def take(queue: "asyncio.Queue[T]", timeout_s: float) -> T:
+    """The next item; TimeoutError. One that arrives as a cancel does stays in the queue."""
+    async with asyncio.timeout(timeout_s):  # see wait_for_event
+        return await queue.get()
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:

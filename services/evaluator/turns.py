@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from shared.tasks import end
+from shared.tasks import end, take
 
 Asked = TypeVar("Asked")
 
@@ -39,7 +39,7 @@ class Turns(Generic[Asked]):
         try:
             while not stop.is_set():
                 try:
-                    asked = await asyncio.wait_for(self._waiting.get(), POLL_S)
+                    asked = await take(self._waiting, POLL_S)
                 except TimeoutError:
                     continue
                 await self._until(stopped, asked)

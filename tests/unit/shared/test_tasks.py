@@ -3,9 +3,10 @@
 import asyncio
 import time
 
+import pytest
 import structlog
 
-from shared.tasks import drain, end, following, wait_for_event
+from shared.tasks import drain, end, following, take, wait_for_event
 
 
 async def test_task_that_swallows_cancels_is_cancelled_again():
@@ -82,3 +83,16 @@ async def test_event_and_timeout_are_told_apart():
     assert not await wait_for_event(event, 0)
     event.set()
     assert await wait_for_event(event, 0)
+
+
+async def test_an_item_that_comes_as_a_cancel_does_stays_in_the_queue():
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    taking = asyncio.create_task(take(queue, 60))
+    await asyncio.sleep(0.01)
+    queue.put_nowait(7)
+    taking.cancel()
+    await asyncio.wait({taking})
+    assert taking.cancelled()
+    assert await take(queue, 1) == 7
+    with pytest.raises(TimeoutError):
+        await take(queue, 0.01)
