@@ -278,7 +278,11 @@ def _into_file(
             if stopped is not None and stopped.is_set():
                 raise HttpFailed("GET", url, answer.status, f"given up at byte {at} of {expected}")
             digest.update(chunk[:count])
-            _write_all(file, chunk[:count])
+            try:
+                _write_all(file, chunk[:count])
+            except OSError as err:  # ours, not the source's
+                body = f"cannot write {path}: {err.strerror}"
+                raise HttpFailed("GET", url, answer.status, body) from err
             at += count
             arrived(at)
         file.truncate(expected)

@@ -94,7 +94,7 @@ def test_what_a_full_disk_did_not_take_has_not_arrived(address, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_001, before[1]))
     try:
-        with pytest.raises(HttpFailed, match="File too large"):
+        with pytest.raises(HttpFailed, match=f"200: cannot write {target}: File too large"):
             download(f"{address}/shard", target, expected_bytes=len(SHARD), arrived=told.append)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
