@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.rollout.models.deepseek_v4_cache import (
+    ROWS,
     Cache,
     Compression,
     CompressorCache,
@@ -35,7 +36,9 @@ from shared.quant.fast_activation import round_indexer, round_kv, round_linear_i
 
 Trace = Callable[[str, Tensor], None]
 
-_EXPERT_ROWS = 8  # an expert's rows are padded to a multiple of this
+# What is padded here goes to a multiple of ROWS, or of half of it where rows are short: of longer
+# ones some processors add up eight otherwise than sixteen (Xeons with AMX, from 192 numbers on).
+_SHORT_ROW = 128
 
 
 @dataclass(slots=True)
@@ -85,8 +88,8 @@ class Sampler:
 
     @torch.inference_mode()
     def logits(self, weights: Derived, x_ND: Tensor) -> Tensor:
-        """FP32 (or float64) logits [N, V]; fewer rows than ROWS are padded for the product."""
-        missing = -x_ND.shape[0] % 8
+        """FP32 (or float64) logits [N, V]; rows are padded for the product."""
+        missing = -x_ND.shape[0] % _multiple(x_ND.shape[1])
         padded = functional.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND
         logits = functional.linear(padded, weights.head)[: x_ND.shape[0]]
         self._note("logits", logits)
@@ -295,7 +298,8 @@ class Sampler:
         self._note_router(layer, weights_Nk, experts_Nk)
         if choices is not None:
             choices.experts.append(experts_Nk)
-        plan = _Dispatch.of(experts_Nk, arch.n_routed_experts)
+        multiple = _multiple(max(arch.hidden_size, arch.moe_intermediate_size))
+        plan = _Dispatch.of(experts_Nk, arch.n_routed_experts, multiple)
         num, routed = x_ND.shape[0], plan.num_rows
         x_ND = self._linear_input(x_ND)
         rows = torch.cat((x_ND.index_select(0, plan.token_of), x_ND))
@@ -378,7 +382,9 @@ class Sampler:
 def _mixing(h_NSD: Tensor, mix: Mix, arch: Architecture) -> Tensor:
     """[M, N]: fn · v · rsqrt(mean(v²) + eps) for v = flatten(h), then scaled and shifted."""
     v = h_NSD.flatten(1)
-    m_MN = torch.mm(mix.fn, v.t()).mul_(_rms_scale(v, arch.rms_norm_eps).squeeze(1))
+    # Tokens are the rows: as columns of a product so long they get other bits among many others.
+    m_MN = torch.mm(v, mix.fn.t()).t().contiguous()
+    m_MN.mul_(_rms_scale(v, arch.rms_norm_eps).squeeze(1))
     return torch.addcmul(mix.base, m_MN, mix.scale)
 
 
@@ -505,6 +511,11 @@ def _constants(value: float, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.tensor(value, dtype=dtype, device=device)
 
 
+def _multiple(width: int) -> int:
+    """Of rows so wide: what their number is rounded up to."""
+    return ROWS // 2 if width <= _SHORT_ROW else ROWS
+
+
 def _stable_top(scores: Tensor, num: int) -> Tensor:
     """Indices of the largest; of equals the first. `topk` breaks ties by shape."""
     order = scores.sort(dim=-1, descending=True, stable=True)
@@ -526,11 +537,11 @@ class _Dispatch:
     num_rows: int
 
     @classmethod
-    def of(cls, experts_Nk: Tensor, num_experts: int) -> "_Dispatch":
+    def of(cls, experts_Nk: Tensor, num_experts: int, multiple: int) -> "_Dispatch":
         flat = experts_Nk.cpu().numpy().ravel()
         order = flat.argsort(kind="stable")
         counts = np.bincount(flat, minlength=num_experts)
-        sizes = (counts + _EXPERT_ROWS - 1) // _EXPERT_ROWS * _EXPERT_ROWS
+        sizes = (counts + multiple - 1) // multiple * multiple
         unused = (sizes - counts).cumsum() - (sizes - counts)
         rows = np.arange(len(flat)) + unused.repeat(counts)
         pair_of = np.zeros(sizes.sum(), np.int64)
