@@ -25,7 +25,7 @@ import structlog
 from shared.errors import DeadlineExceeded, StackFailed
 from shared.process import die_with_parent, kill_marked, port_in_use, prepare_to_fork
 from shared.readiness import Ready
-from shared.tasks import end, to_the_end
+from shared.tasks import end, to_the_end, wait_for_event
 
 log = structlog.get_logger()
 OnLine = Callable[[str, str], None]  # program name, one line of its output
@@ -104,10 +104,8 @@ class Stack:
 
     async def ready(self, name: str, timeout_s: float = 60.0) -> None:
         """Wait until the program is ready, for instance again after it was killed."""
-        try:
-            await asyncio.wait_for(self._up[name].wait(), timeout_s)
-        except TimeoutError as err:
-            raise DeadlineExceeded(f"{name} to be ready", timeout_s) from err
+        if not await wait_for_event(self._up[name], timeout_s):
+            raise DeadlineExceeded(f"{name} to be ready", timeout_s)
 
     async def start(self, group: Sequence[Program], keepers: asyncio.TaskGroup) -> None:
         for program in group:
