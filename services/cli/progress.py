@@ -61,6 +61,7 @@ class JobView:
                 return f"{self.job_id} {self.state}{f': {self.error}' if self.error else ''}"
             case (
                 "eval_failed"
+                | "eval_moved"
                 | "update_failed"
                 | "engine_not_started"
                 | "rank_restarted"

@@ -94,8 +94,12 @@ class EvalWorker:
     async def _answer(self, request: EvalRequested, stop: asyncio.Event) -> None:
         """Publish each suite's result or why there is none; the message is acked after that.
 
-        `eval_finished` and `eval_failed` are of the job's first suite, and come last.
+        `eval_finished` and `eval_failed` are of the job's first suite, and come last. What is taken
+        up after its deadline has been given up, or asked again, by the trainer.
         """
+        if (late_s := now_s() - request.deadline_s) > 0:
+            log.warning("evaluation_too_late", eval_id=request.eval_id, late_s=round(late_s))
+            return
         try:
             *others, first = await self._plans(request)
         except (EvaluationFailed, DataError, OSError) as err:
@@ -128,8 +132,6 @@ class EvalWorker:
         self._ended.labels("failed").inc()
 
     async def _plans(self, request: EvalRequested) -> list[Plan]:
-        if now_s() > request.deadline_s:
-            raise EvaluationFailed(f"its deadline passed {now_s() - request.deadline_s:.0f} s ago")
         announced, job = self._current.announced, self._current.job
         if announced is None or job is None or announced.job_id != request.job_id:
             raise Retryable(f"{request.eval_id}: job {request.job_id} is not the current one")

@@ -112,7 +112,7 @@ def assemble(
         reference_step=job.warm_up.steps if job.warm_up and job.algorithm.kl.coefficient else None,
         **own,
     )
-    evals = Evaluations(redis, job_id=job_id, job=job, **own)
+    evals = Evaluations(redis, job_id=job_id, job=job, grace_s=config.hold_grace_s, **own)
     publisher = Publisher(
         redis,
         job_id=job_id,
@@ -128,7 +128,7 @@ def assemble(
         canary=config.canary,
         **told,
     )
-    evals.on_release = publisher.reconsider
+    evals.on_hold = publisher.reconsider
     flow: dict[str, Any] = {"source": source, "admission": admission, "progress": progress}
     feeder = Feeder(redis, books=books, events=own["events"], **flow)
     routes = SampledRoutes.of(redis, job_id=job_id, job=job)

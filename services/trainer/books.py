@@ -308,7 +308,7 @@ class Books:
 
     # Evaluations
 
-    def open_eval(self, record: EvalRecord, event: Event) -> None:
+    def open_eval(self, record: EvalRecord) -> None:
         with self._writing():
             self._db.execute(
                 "INSERT INTO evals VALUES (?, ?, ?, ?, ?, 'open')",
@@ -319,6 +319,14 @@ class Books:
                     record.replica,
                     record.deadline_s,
                 ),
+            )
+
+    def hold_eval(self, record: EvalRecord, event: Event) -> None:
+        """Another server is held for the evaluation, or another deadline holds."""
+        with self._writing():
+            self._db.execute(
+                "UPDATE evals SET replica = ?, deadline_s = ? WHERE eval_id = ?",
+                (record.replica, record.deadline_s, record.eval_id),
             )
             self._note_event(event)
 

@@ -49,7 +49,6 @@ class Conductor:
         self._on_point = on_point
         self._steps = StepTaker(parts)
         self.policy = self._steps.policy
-        self._eval_request: asyncio.Task[bool] | None = None
 
     async def run(self) -> None:
         """Train to the end; cancel it to stop at once. Raises `JobPaused`, or what went wrong."""
@@ -63,7 +62,7 @@ class Conductor:
         p.progress.doing = "starting ranks, loading and replaying what they lack"
         await self._steps.restore()
         await warm_up(self._steps, source=p.source, pause_asked=self.pause_asked)
-        workers = (self._follow, p.collector.run, self._offer, p.evals.run, self._watch)
+        workers = (self._follow, p.collector.run, self._offer, self._evaluate, self._watch)
         async with running_beside(workers, goodbye_s=p.config.goodbye_s):
             await self._start_publishing()
             await p.watch.audit()
@@ -82,8 +81,6 @@ class Conductor:
         """Stop what runs. `ended` is the job's last state; None leaves it active for a restart. A
         job that pauses `saves` a checkpoint."""
         p = self.parts
-        if self._eval_request is not None:
-            await end(self._eval_request)
         p.profiler.close()
         await self._steps.end(ended, error=error, saves=saves)
         if ended is not None:
@@ -181,7 +178,8 @@ class Conductor:
         """Offer the version; strictly on-policy jobs also wait until it is served."""
         p = self.parts
         version = p.progress.policy_version
-        await self._pin_evaluated()
+        # Before there is another version, a server must be held at one that is to be evaluated.
+        await self._unless_paused(p.evals.wait_held())
         await p.publisher.publish(version)
         if p.admission.max_lag == 0 and not p.rollback.is_on:
             deadline_s = p.job.update.deadline_s
@@ -190,16 +188,9 @@ class Conductor:
                 grace_s = p.config.settle_grace_s
                 await p.publisher.wait_settled(version, grace_s=grace_s)
         if p.evals.due(p.progress.step, version):
-            asking = p.evals.request(p.progress.step, version, p.publisher)
-            self._eval_request = asyncio.create_task(asking, name=f"eval of {version}")
+            p.evals.request(p.progress.step, version)
         p.progress.published_version = version
         await p.feeder.fill()
-
-    async def _pin_evaluated(self) -> None:
-        """Before there is another version, a server must be held at one that is to be evaluated."""
-        if self._eval_request is not None:
-            await self._unless_paused(_result(self._eval_request))
-            self._eval_request = None
 
     async def _unless_paused(self, waiting: Coroutine[Any, Any, T]) -> T:
         """The result of a wait, which a pause interrupts."""
@@ -252,7 +243,6 @@ class Conductor:
         """Nothing is asked any more; evaluations may still be under way."""
         p = self.parts
         await p.collector.drop(p.books.open_groups(), reason="surplus")
-        await self._pin_evaluated()
         await self._unless_paused(p.evals.wait_all())
 
     # Beside the steps
@@ -274,6 +264,9 @@ class Conductor:
         except (VersionRefused, NoServerLeft) as err:
             self._why_nobody_serves = str(err)
             self._nobody_serves.set()
+
+    async def _evaluate(self, stop: asyncio.Event) -> None:
+        await self.parts.evals.run(stop, self.parts.publisher)
 
     async def _watch(self, stop: asyncio.Event) -> None:
         await self.parts.watch.run(stop, announce_again=self._announce_again)
@@ -316,8 +309,3 @@ class Conductor:
             f"Unfinished messages by stage: {stages}. Rollout servers of this job: "
             f"{servers or 'none'}. Live replicas: {alive}. Current version: {p.publisher.current}"
         )
-
-
-async def _result(task: asyncio.Task[T]) -> T:
-    """What the task comes to; it goes on if we are cancelled."""
-    return await asyncio.shield(task)

@@ -17,6 +17,8 @@ class ConductorConfig(Part):
     """The first commit of a version goes alone; the other servers follow once one accepted it."""
     settle_grace_s: float = Field(2.0, ge=0)
     """How long on-policy jobs wait for further servers once the first one serves a version."""
+    hold_grace_s: float = Field(30.0, ge=0)
+    """How long a server that is held for an evaluation may be away before another is held."""
     quiet_s: float = Field(30.0, gt=0)
     """After so long without a graded group, look for groups that got lost."""
     goodbye_s: float = Field(10.0, gt=0)

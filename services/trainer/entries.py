@@ -100,9 +100,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
+    """`replica` is held for it until `deadline_s` (unix time); empty: none was found yet."""
+
     eval_id: str
     policy_version: int
     step: int
     replica: str
     deadline_s: float
     state: EvalState
+
+    @property
+    def is_open(self) -> bool:
+        return self.state == "open"

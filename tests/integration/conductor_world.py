@@ -430,6 +430,7 @@ class World:
     servers: dict[str, FakeServer] = field(default_factory=dict)
     evaluated: list[tuple[str, int, dict[str, int]]] = field(default_factory=list)
     answer_evals: bool = True
+    refuse_evals: str = ""  # why their requests are buried
     drift: float = 0.01
     salt: bytes = b""
     has_model: bool = False
@@ -437,7 +438,9 @@ class World:
     gates: dict[int, asyncio.Event] = field(default_factory=dict)  # of steps of the ranks
     ranks: FakeRanks | None = None
     config: ConductorConfig = field(
-        default_factory=lambda: ConductorConfig(settle_grace_s=0.5, quiet_s=1.0, goodbye_s=3.0)
+        default_factory=lambda: ConductorConfig(
+            settle_grace_s=0.5, hold_grace_s=1.0, quiet_s=1.0, goodbye_s=3.0
+        )
     )
 
     async def add_server(self, name: str, **traits: Any) -> FakeServer:
@@ -470,6 +473,8 @@ class World:
             holds = await self.redis.hgetall(topology.holds(JOB_ID))
             pinned = {name.decode(): int(version) for name, version in holds.items()}
             self.evaluated.append((asked.eval_id, asked.policy_version, pinned))
+            if self.refuse_evals:
+                raise Rejected(self.refuse_evals)
             if self.answer_evals:
                 await self.tell("eval_finished", eval_id=asked.eval_id, pass_at_k={"1": 0.5})
 

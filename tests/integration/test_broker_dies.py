@@ -1,60 +1,25 @@
 """Consumers and publishers while the broker dies, stays away, or comes back empty."""
 
 import asyncio
-import os
 import shutil
-import subprocess
 from contextlib import asynccontextmanager
-from functools import partial
 
 import pytest
 import pytest_asyncio
 from redis.exceptions import ConnectionError as BrokerAway
 
-from shared.broker import broker, broker_url
-from shared.process import die_with_parent
-from shared.readiness import broker_ready
 from shared.redis import broker_trouble, create_redis
 from shared.streams import Consumer, backlog, publish
+from tests.integration.own_broker import running_broker
 
 STREAM = "tandem:{job}:rollouts"
 GROUP = "graders"
 
 
-class OwnBroker:
-    """A broker that the test starts and kills."""
-
-    def __init__(self, data_dir, port):
-        self.data_dir = data_dir
-        self.port = port
-        self.url = broker_url(port)
-        self.process = None
-
-    async def start(self):
-        program = broker(self.data_dir, self.port, appendfsync="always")
-        self.process = subprocess.Popen(  # noqa: ASYNC220  starts at once
-            program.argv,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-        ready = broker_ready("127.0.0.1", self.port)
-        async with asyncio.timeout(10):
-            while await ready():  # noqa: ASYNC110  another process, no event
-                await asyncio.sleep(0.02)
-
-    def kill(self):
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(timeout=5)
-
-
 @pytest_asyncio.fixture
 async def own_broker(tmp_path, free_port):
-    own = OwnBroker(tmp_path / "data", free_port)
-    await own.start()
-    yield own
-    own.kill()
+    async with running_broker(tmp_path / "data", free_port) as own:
+        yield own
 
 
 @pytest_asyncio.fixture

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest_asyncio
 from fastapi import FastAPI, HTTPException
 from redis.asyncio import Redis
 
+from services.evaluator import worker
 from services.evaluator.app import create_app, workers
 from services.evaluator.asked import RequestStore
 from services.evaluator.config import EvaluatorConfig, RunnerConfig
@@ -31,10 +33,12 @@ from shared.http import HttpClient
 from shared.job import Job
 from shared.messages import EvalRequested, Event, JobAnnounced, Outcome, Score, Unparseable
 from shared.process import free_port
+from shared.redis import create_redis
 from shared.registry import LEASE_S, Replica, register, unregister
-from shared.streams import announce, backlog, publish, read_from
+from shared.streams import Consumer, announce, backlog, publish, read_from
 from shared.tasks import end
 from shared.telemetry import counter, now_s
+from tests.integration.own_broker import running_broker
 from tests.served import served
 
 JOB_ID = "demo-1f3a"
@@ -204,6 +208,9 @@ class Stage:
                     if event.name != ENVIRONMENT_EVENT:
                         return event
 
+    async def nothing_asked(self) -> bool:
+        return await backlog(self.redis, topology.evals(JOB_ID), topology.EVALUATORS) == 0
+
     @contextlib.asynccontextmanager
     async def evaluator(self) -> AsyncIterator[EvaluatorConfig]:
         """The service's application and loops, in this process; stopped at the end."""
@@ -218,7 +225,7 @@ class Stage:
         )
         app, stop = create_app(config), asyncio.Event()
         async with served(app, port=config.port):
-            tasks = [asyncio.create_task(worker(stop)) for worker in workers(app, config)]
+            tasks = [asyncio.create_task(loop(stop)) for loop in workers(app, config)]
             try:
                 yield config
             finally:
@@ -266,8 +273,8 @@ async def until(
         await asyncio.sleep(every_s)
 
 
-@pytest_asyncio.fixture
-async def stage(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[Stage]:
+@contextlib.asynccontextmanager
+async def staged(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[Stage]:
     rollout, reward = FakeRollout(), FakeReward()
     rollout.gate.set()
     async with (
@@ -278,6 +285,12 @@ async def stage(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[S
         renewing = asyncio.create_task(stage.renew())
         yield stage
         await end(renewing)
+
+
+@pytest_asyncio.fixture
+async def stage(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with staged(redis, redis_url, tmp_path) as stage:
+        yield stage
 
 
 async def test_evaluation_is_published_acked_and_kept(stage: Stage) -> None:
@@ -303,7 +316,7 @@ async def test_evaluation_is_published_acked_and_kept(stage: Stage) -> None:
     assert fields["truncated_share"] == pytest.approx(cut / NUM_SAMPLES)
     assert 0 < cut < NUM_SAMPLES
     assert json.loads(stage.samples_file.with_suffix(".json").read_text()) == fields
-    assert await backlog(stage.redis, topology.evals(JOB_ID), topology.EVALUATORS) == 0
+    assert await stage.nothing_asked()
 
 
 async def test_every_sample_is_asked_for_once_at_the_pinned_version(stage: Stage) -> None:
@@ -371,7 +384,7 @@ async def test_missing_reward_server_is_named_at_the_deadline(stage: Stage) -> N
         event = await stage.next_event()
     assert event.name == "eval_failed"
     assert "a reward server to grade row" in event.fields["error"]
-    assert await backlog(stage.redis, topology.evals(JOB_ID), topology.EVALUATORS) == 0
+    assert await stage.nothing_asked()
 
 
 async def test_killed_evaluators_work_is_taken_up_without_repeating_a_sample(
@@ -457,6 +470,53 @@ async def test_stopped_evaluator_hands_its_work_back(stage: Stage) -> None:
     async with stage.evaluator():
         event = await stage.next_event()
     assert event.name == "eval_finished"
+
+
+async def test_what_is_taken_up_after_its_deadline_is_the_trainers_to_tell(stage: Stage) -> None:
+    """Which has given it up by then, or asked again: the first event is of the second request."""
+    await stage.announce_job()
+    await stage.register()
+    await stage.ask(within_s=-1.0)
+    await stage.ask()
+    async with stage.evaluator():
+        event = await stage.next_event()
+    assert event.name == "eval_finished"
+    assert await stage.nothing_asked()
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_broker_without_its_last_writes_gets_the_result_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """It comes back as it was in the middle of the evaluation: result and acknowledgement are gone,
+    the request is read by somebody who has finished it, or who is killed as the broker is."""
+    monkeypatch.setattr(worker, "Consumer", partial(Consumer, lease_s=2.0))
+    async with running_broker(tmp_path / "broker", free_port()) as own:
+        redis = create_redis(own.url, process="test", patience_s=20)
+        async with staged(redis, own.url, tmp_path) as stage:
+            await stage.announce_job()
+            await stage.register()
+            stage.rollout.gate.clear()
+            await stage.ask()
+            async with contextlib.AsyncExitStack() as stack:
+                if is_killed:
+                    process = await stack.enter_async_context(stage.evaluator_process())
+                else:
+                    await stack.enter_async_context(stage.evaluator())
+                await until(lambda: stage.rollout.num_waiting, "a request", within_s=30)
+                own.remember()
+                stage.rollout.gate.set()
+                assert (await stage.next_event()).name == "eval_finished"
+                if is_killed:
+                    process.kill()
+                    await own.forget()
+                    await stack.enter_async_context(stage.evaluator_process())
+                else:
+                    await until(stage.nothing_asked, "the acknowledgement")
+                    await own.forget()
+                assert (await stage.next_event(within_s=30)).name == "eval_finished"
+            assert len(stage.rollout.requests) == NUM_SAMPLES
+        await redis.aclose()
 
 
 async def test_unusable_message_is_buried_and_the_next_one_served(stage: Stage) -> None:

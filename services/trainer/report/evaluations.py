@@ -12,6 +12,7 @@ import numpy as np
 import structlog
 
 from services.trainer.report.events import RunEvents
+from shared.messages import Event
 from shared.statistics import LEVEL, paired_difference, shown_ks, sign_flip_p
 
 log = structlog.get_logger()
@@ -74,6 +75,14 @@ def finished_evaluations(run: RunEvents) -> list[Evaluation]:
             continue
         by_version[evaluation.policy_version] = evaluation
     return [by_version[version] for version in sorted(by_version)]
+
+
+def failed_evaluations(run: RunEvents) -> list[Event]:
+    """The last failure of each one that has no result: the trainer and the evaluator may both have
+    told of it, and a result may have come after it was given up."""
+    finished = {event.fields.get("eval_id") for event in run.named("eval_finished")}
+    failed = {event.fields.get("eval_id"): event for event in run.named("eval_failed")}
+    return [event for eval_id, event in failed.items() if eval_id not in finished]
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison | None:

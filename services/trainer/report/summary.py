@@ -11,7 +11,12 @@ import numpy as np
 
 from services.trainer.report.curves import Curve, Curves
 from services.trainer.report.drift import Bound, drift_bound, pauses_above
-from services.trainer.report.evaluations import Comparison, Evaluation, compare_to_first
+from services.trainer.report.evaluations import (
+    Comparison,
+    Evaluation,
+    compare_to_first,
+    failed_evaluations,
+)
 from services.trainer.report.events import RunEvents, dropped_by_reason
 from shared.job_sampling import truncation_warning
 from shared.statistics import Interval, linear_fit, mean_interval
@@ -280,10 +285,16 @@ def _warnings(run: RunEvents, job: dict[str, Any], curves: Curves) -> list[str]:
     for name, what in (
         ("update_failed", "weight updates of a server failed"),
         ("engine_not_started", "starts of a server's engine failed"),
-        ("eval_failed", "evaluations failed"),
+        ("suite_failed", "further suites of evaluations failed"),
     ):
         if events := run.named(name):
             found.append(f"{len(events)} {what}; the last: {events[-1].fields.get('error')}")
+    if failed := failed_evaluations(run):
+        versions = ", ".join(str(event.fields.get("policy_version")) for event in failed)
+        found.append(
+            f"{len(failed)} evaluations failed, of version {versions}; the last: "
+            f"{failed[-1].fields.get('error')}"
+        )
     if events := run.named("pairs_skipped"):
         told = events[-1].fields
         found.append(

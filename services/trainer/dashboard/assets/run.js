@@ -57,7 +57,10 @@ export class Run {
   #apply(event) {
     const fields = event.fields ?? {};
     if (event.name === "step") this.#step(fields);
-    else if (event.name === "eval_requested") this.held[fields.replica] = fields.eval_id;
+    else if (event.name === "eval_requested" || event.name === "eval_moved") {
+      this.#release(fields.eval_id);
+      this.held[fields.replica] = fields.eval_id;
+    }
     else if (event.name === "eval_finished") { this.#evaluation(fields); this.#release(fields.eval_id); }
     else if (event.name === "eval_failed") this.#release(fields.eval_id);
     else if (event.name === "group_dropped") this.dropped[fields.reason] = (this.dropped[fields.reason] ?? 0) + 1;

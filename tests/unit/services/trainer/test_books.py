@@ -197,9 +197,12 @@ def test_what_is_dropped_after_a_step_was_chosen_belongs_to_the_next(books: Book
 
 
 def test_evaluation_is_closed_once(books: Books) -> None:
-    record = EvalRecord("e0", 0, 0, "rollout-0", 5.0, "open")
-    books.open_eval(record, event("eval_requested"))
+    record = EvalRecord("e0", 0, 0, "", 5.0, "open")
+    books.open_eval(record)
     assert books.evals() == [record]
+    held = EvalRecord("e0", 0, 0, "rollout-0", 9.0, "open")
+    books.hold_eval(held, event("eval_requested"))
+    assert books.evals() == [held]
     assert books.close_eval("e0", state="failed", event=event("eval_failed"))
     assert not books.close_eval("e0", state="finished")
     assert [record.state for record in books.evals()] == ["failed"]

@@ -49,6 +49,17 @@ def test_phases_are_stacked_from_the_first_up(tmp_path: Path) -> None:
     assert evaluate(tmp_path, "run", script) == [[1], [1.5], [3.5]]
 
 
+def test_an_evaluation_that_moves_is_held_by_one_server(tmp_path: Path) -> None:
+    script = """
+      const run = new page.Run();
+      const held = [["eval_requested", "rollout-1"], ["eval_moved", "rollout-0"]];
+      held.forEach(([name, replica], i) =>
+        run.add({name, fields: {eval_id: "e0", replica}}, i + 1));
+      answer = run.held;
+    """
+    assert evaluate(tmp_path, "run", script) == {"rollout-0": "e0"}
+
+
 def test_moving_average_skips_gaps(tmp_path: Path) -> None:
     script = "answer = page.movingAverage([1, 2, null, 4, 5], 3)"
     assert evaluate(tmp_path, "run", script) == [1, 1.5, 1.5, 3, 4.5]

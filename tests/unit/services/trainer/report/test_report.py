@@ -269,6 +269,18 @@ def test_report_of_a_run_that_hardly_began(run: Run, num_steps: int) -> None:
     assert json.loads((run.folder / "summary.json").read_text())["steps"] == num_steps
 
 
+def test_an_evaluation_without_a_result_is_a_warning_with_its_version(run: Run) -> None:
+    """Told by both who noticed; of one that was answered late there is a result."""
+    finished_run(run)
+    run.add("eval_failed", eval_id="v4", policy_version=4, error="no result by the deadline")
+    for error in ("no reward server", "no result by the deadline"):
+        run.add("eval_failed", eval_id="v2", policy_version=2, error=error)
+    run.add("suite_failed", eval_id="v4", suite="aime", policy_version=4, error="no such file")
+    warnings = run.summary().warnings
+    assert "1 evaluations failed, of version 2; the last: no result by the deadline" in warnings
+    assert "1 further suites of evaluations failed; the last: no such file" in warnings
+
+
 def test_text_from_a_job_is_escaped(run: Run) -> None:
     run.add("job_started", job=JOB)
     run.add("job_finished", state="failed", error="<script>alert(1)</script>")
