@@ -136,7 +136,9 @@ class Evaluations:
             if time.monotonic() - looked_at_s > LOOK_S:
                 await self._look_for_lost()
                 looked_at_s = time.monotonic()
-            for asked in list(self._open.values()):
+            for eval_id in list(self._open):
+                if (asked := self._open.get(eval_id)) is None:
+                    continue  # answered while we saw to another
                 if now_s() > asked.deadline_s:
                     error = "no result by the deadline (eval.deadline_s)"
                     if not asked.replica:
