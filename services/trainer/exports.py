@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Exporter:
         """
         if self._is_settled or not self._num_sequences:
             return
-        self._probe = [_probe_tokens(one) for one in steadiest(batch, self._num_sequences)]
+        self._probe = probe_tokens(steadiest(batch, self._num_sequences))
         noted = [(one.token_ids, one.num_context) for one in self._probe]
         self._books.keep_note(PROBE_NOTE, json.dumps(noted))
         self._is_settled = True
@@ -128,9 +129,20 @@ def steadiest(batch: TrainingBatch, number: int) -> list[TrainingSample]:
     return list(best_of_groups.values())[:number]
 
 
-def _probe_tokens(sample: TrainingSample) -> ProbeTokens:
-    """The end of the prompt and the beginning of the response."""
-    num_prompt = sample.num_prompt_tokens
-    first = max(0, num_prompt - MAX_PROBE_TOKENS)
-    token_ids = sample.token_ids[first : num_prompt + MAX_PROBE_TOKENS]
-    return ProbeTokens([int(token_id) for token_id in token_ids], num_prompt - first)
+def probe_tokens(samples: Sequence[TrainingSample]) -> list[ProbeTokens]:
+    """The end of each prompt and the beginning of its response.
+
+    The last one goes without what all prompts begin with: where a code is rounded otherwise there,
+    all sequences that have it move, as they do under an engine that keeps old state.
+    """
+    prompts = [one.token_ids[: one.num_prompt_tokens].tolist() for one in samples]
+    columns = zip(*prompts, strict=False)
+    shared = len(list(takewhile(lambda column: len({*column}) == 1, columns)))
+    found = []
+    for i, one in enumerate(samples):
+        num_prompt = one.num_prompt_tokens
+        skipped = min(shared, num_prompt - 1) if 0 < i == len(samples) - 1 else 0
+        first = max(skipped, num_prompt - MAX_PROBE_TOKENS)
+        token_ids = one.token_ids[first : num_prompt + MAX_PROBE_TOKENS].tolist()
+        found.append(ProbeTokens(token_ids, num_prompt - first))
+    return found
