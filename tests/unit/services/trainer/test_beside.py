@@ -30,7 +30,7 @@ async def test_workers_end_with_the_block() -> None:
         await asyncio.sleep(0.05)
         ended.append(1)
 
-    async with running_beside([worker, worker], goodbye_s=1.0):
+    async with running_beside([worker, worker], goodbye_s=60.0):
         await asyncio.sleep(0)
     assert len(ended) == 2
 
@@ -50,7 +50,7 @@ async def test_repeated_cancels_do_not_leave_workers_behind() -> None:
         await asyncio.sleep(0.2)
 
     async def block() -> None:
-        async with running_beside([slow_to_end], goodbye_s=1.0):
+        async with running_beside([slow_to_end], goodbye_s=60.0):
             await asyncio.sleep(10)
 
     running = asyncio.create_task(block())
@@ -66,6 +66,6 @@ async def test_worker_that_ignores_its_stop_is_cancelled() -> None:
     async def deaf(stop: asyncio.Event) -> None:
         await asyncio.sleep(100)
 
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         async with running_beside([deaf], goodbye_s=0.05):
             await asyncio.sleep(0)
