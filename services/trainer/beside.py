@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from shared.tasks import drain
+from shared.tasks import drain, wait_for_event
+
+CANCEL_AGAIN_S = 1.0  # a wait that ends as it is cancelled may swallow that (see shared.tasks)
 
 Worker = Callable[[asyncio.Event], Awaitable[None]]
 
@@ -19,6 +21,7 @@ async def running_beside(workers: Sequence[Worker], *, goodbye_s: float) -> Asyn
     main = asyncio.current_task()
     assert main is not None
     failures: list[BaseException] = []
+    cancels: list[bool] = []
 
     async def keep(worker: Worker) -> None:
         try:
@@ -29,7 +32,9 @@ async def running_beside(workers: Sequence[Worker], *, goodbye_s: float) -> Asyn
             failures.append(err)
             if stop.is_set():
                 raise
-            main.cancel()
+            while not stop.is_set():
+                cancels.append(main.cancel())
+                await wait_for_event(stop, CANCEL_AGAIN_S)
 
     tasks = {
         asyncio.create_task(keep(worker), name=getattr(worker, "__qualname__", repr(worker)))
@@ -40,7 +45,8 @@ async def running_beside(workers: Sequence[Worker], *, goodbye_s: float) -> Asyn
     except asyncio.CancelledError:
         if not failures:
             raise
-        main.uncancel()
+        for _ in cancels:
+            main.uncancel()
         raise failures[0] from None
     finally:
         stop.set()

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 
 import pytest
 
@@ -20,6 +21,23 @@ async def test_death_of_a_worker_ends_the_block() -> None:
     with pytest.raises(Died, match="it was me"):
         async with running_beside([until_stopped, dies], goodbye_s=1.0):
             await asyncio.sleep(10)
+
+
+async def test_a_death_is_told_again_to_a_block_whose_wait_swallowed_it() -> None:
+    async def dies(stop: asyncio.Event) -> None:
+        raise Died("it was me")
+
+    async def swallows_one() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(100)
+        await asyncio.sleep(100)
+
+    with pytest.raises(Died, match="it was me"):
+        async with running_beside([until_stopped, dies], goodbye_s=1.0):
+            await swallows_one()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
 
 
 async def test_workers_end_with_the_block() -> None:
