@@ -64,7 +64,7 @@ def free_port() -> int:
     return _free_port()
 
 
-def _wait_for_port(port: int, within_s: float = 10.0) -> None:
+def _wait_for_port(port: int, within_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + within_s
     while True:
         try:

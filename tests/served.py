@@ -31,4 +31,4 @@ async def served(
     finally:
         server.should_exit = True
         server.force_exit = force
-        await asyncio.wait_for(task, 15)
+        await asyncio.wait_for(task, 60)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from shared.tasks import drain
+from shared.tasks import drain, wait_for_event
 
 Worker = Callable[[asyncio.Event], Awaitable[None]]
 
@@ -13,38 +13,48 @@ Worker = Callable[[asyncio.Event], Awaitable[None]]
 async def running_beside(workers: Sequence[Worker], *, goodbye_s: float) -> AsyncIterator[None]:
     """Raises in the block, at its next wait, what a worker raised.
 
-    At the block's end the workers get their stop event and `goodbye_s` to return.
+    At the block's end the workers get their stop event and `goodbye_s` to return. A block that is
+    still there `goodbye_s` after a death is told again: a wait that ends as it is cancelled may
+    have swallowed that (see shared.tasks).
     """
     stop = asyncio.Event()
     main = asyncio.current_task()
     assert main is not None
     failures: list[BaseException] = []
+    num_cancels = 0
 
     async def keep(worker: Worker) -> None:
+        nonlocal num_cancels
         try:
             await worker(stop)
         except asyncio.CancelledError:
             raise
         except BaseException as err:
-            failures.append(err)
             if stop.is_set():
                 raise
-            main.cancel()
+            failures.append(err)
+            while not stop.is_set():
+                num_cancels += main.cancel()
+                await wait_for_event(stop, goodbye_s)
 
     tasks = {
         asyncio.create_task(keep(worker), name=getattr(worker, "__qualname__", repr(worker)))
         for worker in workers
     }
     try:
-        yield
+        try:
+            yield
+        finally:
+            stop.set()
+            await _uninterrupted(asyncio.create_task(drain(set(tasks), goodbye_s)))
     except asyncio.CancelledError:
         if not failures:
             raise
-        main.uncancel()
-        raise failures[0] from None
     finally:
-        stop.set()
-        await _uninterrupted(asyncio.create_task(drain(set(tasks), goodbye_s)))
+        for _ in range(num_cancels):
+            main.uncancel()
+    if failures:
+        raise failures[0] from None
 
 
 async def _uninterrupted(task: asyncio.Task[bool]) -> None:

@@ -82,6 +82,7 @@ class FakeServer:
     forbidden: int = -1  # a prompt with this token is answered 400
     endless: frozenset[int] = frozenset()  # samples that run until they are aborted
     running: int = 0  # of the endless ones
+    num_waits: int = 0  # for what ran when it was paused
     aborted: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)  # addresses of process groups
     started_from: list[str] = field(default_factory=list)
@@ -171,6 +172,7 @@ class FakeServer:
         self._paused.set()
         self._cut_all.set()
         if self.running:
+            self.num_waits += 1
             await asyncio.sleep(PAUSE_LOOKS_S)
         return await self._ok()
 

@@ -31,14 +31,14 @@ class OwnBroker:
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
         ready = broker_ready("127.0.0.1", self.port)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await ready():  # noqa: ASYNC110  another process, no event
                 await asyncio.sleep(0.02)
 
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(timeout=5)
+            self.process.wait(timeout=60)
 
     def remember(self) -> None:
         """What is written from here on is what `forget` loses."""

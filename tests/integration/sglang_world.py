@@ -79,7 +79,7 @@ async def attached(
     fake: FakeServer,
     folder: Path,
     *,
-    deadline_s: float = 20.0,
+    deadline_s: float = 60.0,
     stream_interval: int = 0,
     tensor_parallel: int = 1,
     platform: Platform = "cpu",

@@ -39,10 +39,10 @@ async def consuming(redis, handler, on_group_lost=None, **how):
         yield task
     finally:
         stop.set()
-        await asyncio.wait_for(task, 8)
+        await asyncio.wait_for(task, 60)
 
 
-async def until(condition, within_s=15.0):
+async def until(condition, within_s=60.0):
     async with asyncio.timeout(within_s):
         while not await condition():  # noqa: ASYNC110  another process, no event
             await asyncio.sleep(0.02)
@@ -140,7 +140,7 @@ async def test_broker_that_stays_away_ends_the_consumer(own_broker):
     await until(lambda: hasty.exists(STREAM))
     own_broker.kill()
     with pytest.raises(BrokerAway):
-        await asyncio.wait_for(running, 8)
+        await asyncio.wait_for(running, 60)
     await hasty.aclose()
 
 
@@ -154,7 +154,7 @@ async def test_stop_is_prompt_while_the_broker_is_away(own_broker, client):
         own_broker.kill()
         await asyncio.sleep(0.5)
         began = loop.time()
-    assert loop.time() - began < 3
+    assert loop.time() - began < 15  # of the 20 that the client waits for a broker
 
 
 async def _at_least(seen, count):

@@ -104,7 +104,7 @@ async def test_death_of_the_child_ends_all_pending_requests():
             await channel.request("exit", timeout_s=30)
         with pytest.raises(ChannelClosed):
             await waiting
-        await asyncio.wait_for(channel.closed.wait(), 5)
+        await asyncio.wait_for(channel.closed.wait(), 60)
         with pytest.raises(ChannelClosed, match="echo: the child is gone"):
             await channel.request("echo", timeout_s=5)
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-START_S = 50.0
-STOP_S = 40.0
+START_S = 100.0
+STOP_S = 60.0
 
 
 @contextmanager
@@ -51,11 +51,11 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def gone(processes: list[psutil.Process]) -> bool:
     """A process whose parent died first is a zombie until init takes it: that one is gone, too."""
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_up_drains_on_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
     argv = ["up", "--rollout", "1", "--ports-from", "0", "--data-dir", str(tmp_path)]
     with started(*argv) as process:
@@ -70,7 +70,7 @@ def test_up_drains_on_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
         assert gone(running)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_killing_up_kills_all_that_it_started(tmp_path: Path) -> None:
     argv = ["up", "--rollout", "1", "--ports-from", "0", "--data-dir", str(tmp_path)]
     with started(*argv) as process:
@@ -81,7 +81,7 @@ def test_killing_up_kills_all_that_it_started(tmp_path: Path) -> None:
         assert gone(running)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_demo_whose_job_is_refused_fails_and_leaves_no_process(tmp_path: Path) -> None:
     argv = ["demo", "--rollout", "1", "--ports-from", "0", "--runs-dir", str(tmp_path)]
     with started(*argv, "--set", "reward.grader=maths") as process:

@@ -825,7 +825,7 @@ async def test_asynchronous_job_never_trains_beyond_its_lag(redis: Redis, tmp_pa
         assert dropped.count("too_old") <= 2
 
 
-async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110  other tasks' plain attributes
             await asyncio.sleep(0.02)

@@ -78,7 +78,7 @@ async def test_two_hundred_steps_with_random_delays_never_exceed_the_lag(
 async def paused_with(world: World) -> str:
     conductor = world.conductor()
     with pytest.raises(JobPaused) as caught:
-        await asyncio.wait_for(conductor.run(), 20)
+        await asyncio.wait_for(conductor.run(), 60)
     await conductor.close("paused", error=str(caught.value))
     return str(caught.value)
 
@@ -211,12 +211,12 @@ async def test_a_prompt_that_is_overtaken_while_it_is_dropped_leaves_the_stream(
 
         monkeypatch.setattr(feeder, "publish_ranked", answering_late)
         filling = asyncio.create_task(parts.feeder.fill())
-        await asyncio.wait_for(appended.wait(), 10)
+        await asyncio.wait_for(appended.wait(), 60)
         assert await waiting_lengths(redis) == [12, 7, 3]
         dropping = asyncio.create_task(parts.collector.drop([entries[2]], reason="surplus"))
         await asyncio.wait({dropping}, timeout=0.3)  # time enough to go wrong
         answered.set()
-        await asyncio.wait_for(asyncio.gather(filling, dropping), 10)
+        await asyncio.wait_for(asyncio.gather(filling, dropping), 60)
         assert await waiting_lengths(redis) == [12, 3]
         await conductor.close(None)
 
@@ -268,7 +268,7 @@ async def test_data_that_was_edited_while_the_job_was_paused_is_refused(
         first = world.conductor()
         first._on_point = lambda now: now == "committed" and first.pause_asked.set()
         with pytest.raises(JobPaused):
-            await asyncio.wait_for(first.run(), 20)
+            await asyncio.wait_for(first.run(), 60)
         await first.close("paused")
         source, rows = world.source, edit(list(world.source.rows))
         world.source = replace(source, rows=rows)
@@ -277,7 +277,7 @@ async def test_data_that_was_edited_while_the_job_was_paused_is_refused(
             r"data\.path /nowhere/rows\.jsonl is not what this run began with: 10 rows, xxh3 \w+"
         )
         with pytest.raises(DataChanged, match=f"{begun} then, {len(rows)} rows, xxh3 .* now"):
-            await asyncio.wait_for(again.run(), 20)
+            await asyncio.wait_for(again.run(), 60)
         await again.close("failed")
         world.source = source
         await run_to_end(world)
@@ -300,13 +300,13 @@ async def test_pairs_that_were_edited_between_two_supervised_steps_are_refused(
 
         first.parts.keeper.train = train_and_pause  # type: ignore[method-assign]
         with pytest.raises(JobPaused):
-            await asyncio.wait_for(first.run(), 20)
+            await asyncio.wait_for(first.run(), 60)
         await first.close("paused")
         assert [step for step, _ in world.history] == [1]
         pairs.write_text('{"prompt": "say 1", "response": "2"}\n')
         again = world.conductor()
         with pytest.raises(DataChanged, match=r"warm_up\.path .*: 1 pairs, xxh3 .* then, 1 pairs"):
-            await asyncio.wait_for(again.run(), 20)
+            await asyncio.wait_for(again.run(), 60)
         await again.close("failed")
         assert [step for step, _ in world.history] == [1]
 
@@ -316,7 +316,7 @@ async def test_a_resume_after_the_last_step_says_so(redis: Redis, tmp_path: Path
         await run_to_end(world)
         trained = list(world.history)
         again = world.conductor()
-        await asyncio.wait_for(again.run(), 20)
+        await asyncio.wait_for(again.run(), 60)
         await again.close("finished")
         assert world.history == trained
         assert world.events("no_steps_left") == [{"step": 4, "steps": 4}]

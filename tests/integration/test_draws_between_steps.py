@@ -33,7 +33,7 @@ async def test_nothing_is_drawn_while_books_and_progress_tell_of_different_steps
         monkeypatch.setattr(Books, "commit_batch", commit_then_fill)
         await hand.give([0, 1], version=0, rewards=(0.0, 1.0))
         assert await hand.step() == [0, 1]
-        await asyncio.wait_for(filling[0], 10)
+        await asyncio.wait_for(filling[0], 60)
         entries = hand.parts.books.open_groups()
         assert [(entry.draw, entry.min_policy_version) for entry in entries[2:]] in (
             [],  # before version 1 was published, or after
@@ -73,7 +73,7 @@ async def test_overtaken_groups_are_replaced_while_the_step_trains(
         hand.world.gates[2] = asyncio.Event()
         second = asyncio.create_task(hand.conductor._step())
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while "training step 2" not in hand.parts.progress.doing:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert hand.parts.books.counts()["dropped:too_old"] == 4

@@ -186,7 +186,7 @@ class Stage:
         )
         return job
 
-    async def ask(self, *, policy_version: int = 3, within_s: float = 30.0) -> None:
+    async def ask(self, *, policy_version: int = 3, within_s: float = 120.0) -> None:
         holds: Any = self.redis.hset(topology.holds(JOB_ID), "rollout-1", str(policy_version))
         await holds
         request = EvalRequested(
@@ -198,7 +198,7 @@ class Stage:
         )
         await publish(self.redis, topology.evals(JOB_ID), request.pack())
 
-    async def next_event(self, *, within_s: float = 20.0) -> Event:
+    async def next_event(self, *, within_s: float = 60.0) -> Event:
         """The first event of an evaluation."""
         stream, last_id = topology.events(JOB_ID), b"0"
         async with asyncio.timeout(within_s):
@@ -230,7 +230,7 @@ class Stage:
                 yield config
             finally:
                 stop.set()
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     await asyncio.gather(*tasks)
 
     @contextlib.asynccontextmanager
@@ -261,7 +261,7 @@ class Stage:
 
 
 async def until(
-    condition: Callable[[], Any], what: str, *, within_s: float = 15.0, every_s: float = 0.02
+    condition: Callable[[], Any], what: str, *, within_s: float = 60.0, every_s: float = 0.02
 ) -> None:
     """Wait for a condition, which may be a coroutine function."""
     ends_s = time.monotonic() + within_s
@@ -366,7 +366,7 @@ async def test_samples_of_other_weights_fail_the_evaluation_at_its_deadline(stag
     await stage.announce_job()
     await stage.register()
     async with stage.evaluator():
-        await stage.ask(within_s=1.0)
+        await stage.ask(within_s=3.0)
         event = await stage.next_event()
     assert event.name == "eval_failed"
     assert "version 3 to sample row" in event.fields["error"]
@@ -380,7 +380,7 @@ async def test_missing_reward_server_is_named_at_the_deadline(stage: Stage) -> N
     del stage.records["reward"]
     await unregister(stage.redis, "reward", "reward-0")
     async with stage.evaluator():
-        await stage.ask(within_s=1.0)
+        await stage.ask(within_s=3.0)
         event = await stage.next_event()
     assert event.name == "eval_failed"
     assert "a reward server to grade row" in event.fields["error"]
@@ -402,7 +402,7 @@ async def test_killed_evaluators_work_is_taken_up_without_repeating_a_sample(
     async with stage.evaluator_process() as process:
         event = await stage.next_event(within_s=30)
         process.terminate()
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
     assert event.name == "eval_finished"
     asked = stage.rollout.requests
     assert len(asked) == len({body["seed"] for body in asked}) == NUM_SAMPLES
@@ -530,7 +530,7 @@ async def test_unusable_message_is_buried_and_the_next_one_served(stage: Stage) 
     assert await stage.redis.xlen(topology.dead(topology.evals(JOB_ID))) == 1
 
 
-async def ended(http: HttpClient, url: str, *, within_s: float = 15.0) -> dict[str, Any]:
+async def ended(http: HttpClient, url: str, *, within_s: float = 60.0) -> dict[str, Any]:
     """The evaluation's status once it has ended."""
     status: dict[str, Any] = {}
 

@@ -35,7 +35,7 @@ async def test_a_pause_in_every_phase_loses_nothing(
         conductor = world.conductor()
         conductor._on_point = lambda now: now == point and conductor.pause_asked.set()
         with pytest.raises(JobPaused, match="paused on request"):
-            await asyncio.wait_for(conductor.run(), 20)
+            await asyncio.wait_for(conductor.run(), 60)
         await conductor.close("paused")
         await run_to_end(world)
         check_books(world).close()
@@ -196,7 +196,7 @@ async def test_a_pause_is_obeyed_while_ranks_come_up(
 
         dying._on_point = die
         with pytest.raises(Crash):
-            await asyncio.wait_for(dying.run(), 20)
+            await asyncio.wait_for(dying.run(), 60)
         await dying.close(None)
         assert [step for step, _ in world.history] == [1, 2]
         conductor = world.conductor()
@@ -230,7 +230,7 @@ async def paused_once_reached(conductor: Conductor, hanging: Hanging) -> None:
     await asyncio.wait_for(hanging.reached.wait(), 20)
     conductor.pause_asked.set()
     with pytest.raises(JobPaused, match="paused on request"):
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 60)
     await conductor.close("paused")
 
 
@@ -254,7 +254,7 @@ async def test_a_full_disk_loses_nothing(
         conductor._on_point = fill
         message = rf"{file}\.sqlite cannot be written: database or disk is full \([\d,]+ bytes are"
         with pytest.raises(Unwritable, match=message):
-            await asyncio.wait_for(conductor.run(), 20)
+            await asyncio.wait_for(conductor.run(), 60)
         await conductor.close("paused", saves=False)
         await run_to_end(world)
         assert [step["step"] for step in world.events("step")] == [1, 2, 3, 4]

@@ -36,7 +36,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def gone(pids, within_s=5.0):
+async def gone(pids, within_s=60.0):
     async with asyncio.timeout(within_s):
         while any(is_alive(pid) for pid in pids):  # noqa: ASYNC110  other processes, no event
             await asyncio.sleep(0.05)
@@ -48,10 +48,10 @@ async def test_killed_program_is_restarted_and_all_stop(tmp_path, free_port):
         first = stack.pids["listener"]
         os.kill(first, signal.SIGKILL)
         await gone([first])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while stack.restarts["listener"] == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        await stack.ready("listener", 5)
+        await stack.ready("listener", 60)
         second = stack.pids["listener"]
         assert second != first
     assert not is_alive(second)
@@ -106,7 +106,7 @@ async def test_stop_is_not_cut_short(tmp_path):
             pass
 
     task = asyncio.create_task(run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (tmp_path / "asked").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     task.cancel()
@@ -180,7 +180,7 @@ async def test_child_with_a_session_of_its_own_is_swept_up(tmp_path):
         first = int(stack.log_path("agent").read_text())
         os.kill(stack.pids["agent"], signal.SIGKILL)
         await gone([first])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while stack.log_path("agent").read_text().count("\n") < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         second = int(stack.log_path("agent").read_text().split()[1])
@@ -244,4 +244,4 @@ async def test_stubborn_program_is_killed_after_its_stop_time(tmp_path):
         pid = stack.pids["stubborn"]
         began = time.monotonic()
     assert not is_alive(pid)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30  # of the 100 that it would sleep

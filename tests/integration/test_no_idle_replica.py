@@ -148,4 +148,4 @@ async def until(condition: Callable[[], bool], what: str = "the workers") -> Non
     async def holds() -> bool:
         return condition()
 
-    await eventually(holds, what, 10.0)
+    await eventually(holds, what, 60.0)

@@ -148,7 +148,7 @@ async def stage(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[S
             stage.stop.set()
             tasks += [stage.registering] if stage.registering else []
             for task in tasks:
-                await asyncio.wait_for(task, 10)
+                await asyncio.wait_for(task, 60)
 
 
 async def test_first_prompts_of_the_job_are_compared_by_default(stage: Stage) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import random
 
-import pytest
 from redis.asyncio import Redis
 
 from shared.ranked import publish_ranked
@@ -48,7 +47,6 @@ async def test_what_was_read_is_not_moved(redis: Redis) -> None:
     assert await ordered(redis) == [b"body b", b"body a", b"body c"]
 
 
-@pytest.mark.timeout(30)
 async def test_nothing_is_lost_or_doubled_while_others_read(redis: Redis) -> None:
     """Two consumers take messages while many more overtake each other."""
     noise, handled, stop = random.Random(1), list[bytes](), asyncio.Event()

@@ -168,7 +168,7 @@ async def test_a_step_whose_process_died_before_the_books_had_it_is_not_replayed
 
         setattr(books, name, die)
         with pytest.raises(Crash):
-            await asyncio.wait_for(dying.run(), 20)
+            await asyncio.wait_for(dying.run(), 60)
         await dying.close(None)
         assert recorded_steps(world.run_dir) == [1, 2, 3]
         trained = world.ranks.weights

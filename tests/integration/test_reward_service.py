@@ -47,11 +47,11 @@ class Service:
         self.name = name
 
     async def get(self, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=10) as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             return await client.get(self.url + path)
 
     async def grade(self, body: Any) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=30) as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             return await client.post(self.url + "/v1/grade", json=body)
 
     async def ready(self) -> "Service":
@@ -61,12 +61,12 @@ class Service:
                 return (await self.get("/readyz")).status_code == 200
             return False
 
-        await until(is_ready, within_s=30)
+        await until(is_ready)
         return self
 
     async def stopped(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return await asyncio.to_thread(self.process.wait, 20)
+        return await asyncio.to_thread(self.process.wait, 60)
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def start(redis_url: str) -> Iterator[Callable[..., Service]]:
         yield start_one
 
 
-async def until(holds: Callable[[], Awaitable[Any]], within_s: float = 20.0) -> Any:
+async def until(holds: Callable[[], Awaitable[Any]], within_s: float = 60.0) -> Any:
     deadline_s = time.monotonic() + within_s
     while not (value := await holds()):
         assert time.monotonic() < deadline_s, f"not within {within_s} s"
@@ -107,7 +107,7 @@ async def until(holds: Callable[[], Awaitable[Any]], within_s: float = 20.0) -> 
     return value
 
 
-def job(grader: str = "arithmetic", timeout_s: float = 5.0) -> Job:
+def job(grader: str = "arithmetic", timeout_s: float = 30.0) -> Job:
     return Job.model_validate(
         {
             "name": "graded",
@@ -308,12 +308,10 @@ async def test_sigterm_drains_and_leaves(redis: Redis, start: Callable[..., Serv
     await publish(redis, topology.rollouts(JOB_ID), group(1, ["1"], grader="sleeps").pack())
 
     async def is_taken() -> bool:
-        return "worker" in (await service.get("/metrics")).text and bool(
-            await redis.xlen(topology.rollouts(JOB_ID))
-        )
+        groups = await redis.xinfo_groups(topology.rollouts(JOB_ID))
+        return any(one["pending"] for one in groups)
 
     await until(is_taken)
-    await asyncio.sleep(0.5)
     children = [int(pid) for pid in child_pids(service.process.pid)]
     assert children
     assert await service.stopped() == 0
@@ -335,14 +333,14 @@ async def test_a_killed_service_leaves_no_process(
     async def all_gone() -> bool:
         return not any(is_alive(pid) for pid in pids)
 
-    await until(all_gone, within_s=5)
+    await until(all_gone)
 
 
 async def test_a_lost_zygote_ends_the_service(redis: Redis, start: Callable[..., Service]) -> None:
     service = await start("reward-0").ready()
     (zygote,) = child_pids(service.process.pid)
     os.kill(zygote, signal.SIGKILL)
-    assert await asyncio.to_thread(service.process.wait, 20) == 1
+    assert await asyncio.to_thread(service.process.wait, 60) == 1
 
 
 async def test_another_job_is_followed(redis: Redis, start: Callable[..., Service]) -> None:
@@ -380,7 +378,7 @@ async def test_one_and_many_are_graded_over_http(service: Service) -> None:
     assert [outcome["value"] for outcome in answer["outcomes"]] == [1.0] * 2000 + [0.0] * 1000
 
     hostile = ["\\boxed{" + "{" * 100_000, "\\boxed{9^{9^{9}}}", "{" * 100_000, "\\boxed{NaN}"]
-    items = [{"response": text, "gold": "7", "timeout_s": 2} for text in hostile]
+    items = [{"response": text, "gold": "7", "timeout_s": 30} for text in hostile]
     kinds = [o["kind"] for o in (await service.grade({"items": items})).json()["outcomes"]]
     assert kinds == ["unparseable", "score", "unparseable", "score"]
 
@@ -420,7 +418,7 @@ async def test_requests_beyond_the_limits_name_key_and_bound(
 
 
 async def test_malformed_bodies_are_answered_briefly(service: Service) -> None:
-    async with httpx.AsyncClient(timeout=10) as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         is_json = {"content-type": "application/json"}
         broken = await client.post(service.url + "/v1/grade", content=b"{" * 1000, headers=is_json)
         chunked = await client.post(

@@ -12,7 +12,7 @@ from services.rollout.engine.sglang.fingerprint import checksum_of
 from tests.integration.fake_sglang import FakeServer
 from tests.integration.sglang_world import NEW, OLD, attached
 
-SAMPLED_S = 10.0
+SAMPLED_S = 60.0
 
 
 async def test_a_version_is_sampled_before_its_checksum_is_known(

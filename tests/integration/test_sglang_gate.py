@@ -1,7 +1,6 @@
 """What an SGLang server is let sample, and when: calls that meet a pause, an abort, a failure."""
 
 import asyncio
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from services.rollout.engine.sglang.client import ServerRefused
 from shared.errors import DeadlineExceeded, Retryable
 from shared.messages import SamplingParams
 from tests.engine_contract import PROBE, reference_logprobs
-from tests.integration.fake_sglang import PAUSE_LOOKS_S, FakeServer
+from tests.integration.fake_sglang import FakeServer
 from tests.integration.sglang_world import NEW, OLD, Attached, attached
 
 REQUEST = GroupRequest(
@@ -66,10 +65,10 @@ async def test_a_pause_does_not_wait_for_a_call_that_came_after_it(
         world.fake.is_next_late = True
         sampling = asyncio.create_task(world.sample())
         await asyncio.wait_for(world.fake.holding.wait(), 20)
-        await asyncio.wait_for(world.engine.pause(), 10)
-        assert await asyncio.wait_for(sampling, 5) == [(old, 4)]
+        await asyncio.wait_for(world.engine.pause(), 60)
+        assert await asyncio.wait_for(sampling, 60) == [(old, 4)]
         world.engine.go_on()
-        assert await asyncio.wait_for(world.sample(), 5) == [(old, 4)]
+        assert await asyncio.wait_for(world.sample(), 60) == [(old, 4)]
 
 
 async def test_a_server_that_generates_while_it_warms_up_is_not_up_yet(tmp_path: Path) -> None:
@@ -100,11 +99,11 @@ async def test_a_pause_does_not_wait_for_an_abort_that_is_not_answered(tmp_path:
         running = asyncio.create_task(world.engine.generate(REQUEST))
         await until_running(world, 1)
         world.fake.hangs_in_abort = True
-        await asyncio.wait_for(world.engine.pause(), 10)
+        await asyncio.wait_for(world.engine.pause(), 60)
         assert world.engine.paused
         world.fake.endless = frozenset()
         world.engine.go_on()
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 60)
 
 
 @pytest.mark.parametrize("stream_interval", [0, 1])
@@ -122,23 +121,25 @@ async def test_a_call_that_is_cut_short_before_the_scheduler_has_it_is_made_agai
         world.fake.endless = frozenset()
         new = await world.activate(NEW)
         world.engine.go_on()
-        (one,) = await asyncio.wait_for(running, 5)
+        (one,) = await asyncio.wait_for(running, 60)
         assert one.version_spans == [(new, 4)]
 
 
-async def test_what_runs_is_cut_short_before_the_pause(tmp_path: Path) -> None:
+async def test_what_runs_is_cut_short_before_the_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang's pause looks only each second whether what it cuts short has ended."""
+    monkeypatch.setattr(gate, "_CUT_S", 20.0)
     async with attached(FakeServer(), tmp_path) as world:
         old = await world.activate(OLD)
         world.fake.endless = frozenset({0})
         running = asyncio.create_task(world.engine.generate(REQUEST))
         await until_running(world, 1)
-        began_s = time.monotonic()
         await world.engine.pause()
-        assert time.monotonic() - began_s < PAUSE_LOOKS_S
+        assert world.fake.num_waits == 0
         world.fake.endless = frozenset()
         world.engine.go_on()
-        (one,) = await asyncio.wait_for(running, 5)
+        (one,) = await asyncio.wait_for(running, 60)
         assert one.version_spans == [(old, 4)]
 
 
@@ -158,9 +159,9 @@ async def test_a_server_whose_calls_do_not_come_home_is_not_left_paused(
             await (world.activate(NEW) if what == "update" else world.engine.pause())
         assert world.fake.is_going_on
         world.fake.endless, world.fake.is_deaf = frozenset(), False
-        assert await asyncio.wait_for(world.sample(), 5) == [(old, 4)]
+        assert await asyncio.wait_for(world.sample(), 60) == [(old, 4)]
         await world.engine.abort("group")
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 60)
 
 
 async def test_who_goes_on_does_not_open_the_gate_of_an_update(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ async def test_who_goes_on_does_not_open_the_gate_of_an_update(tmp_path: Path) -
             done, _ = await asyncio.wait({sampling}, timeout=0.2)
             assert not done
         world.engine.open_gate()
-        await asyncio.wait_for(sampling, 5)
+        await asyncio.wait_for(sampling, 60)
 
 
 async def test_a_request_that_waits_at_the_gate_ends_when_it_is_told_to(tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ async def test_a_request_that_waits_at_the_gate_ends_when_it_is_told_to(tmp_path
                 await asyncio.sleep(0.01)
         asked = world.fake.calls.count("/generate")
         await world.engine.abort("group")
-        (one,) = await asyncio.wait_for(waiting, 5)
+        (one,) = await asyncio.wait_for(waiting, 60)
         assert (one.finish_reason, len(one.token_ids)) == ("abort", 0)
         assert world.engine.num_waiting == 0
         world.engine.go_on()
@@ -207,7 +208,7 @@ async def test_an_abort_is_said_again_until_the_server_knows_the_sequence(tmp_pa
             while not world.fake.aborted:  # noqa: ASYNC110  the server's list
                 await asyncio.sleep(0.01)
         world.fake.arrives.set()
-        (one,) = await asyncio.wait_for(running, 10)
+        (one,) = await asyncio.wait_for(running, 60)
         assert (one.finish_reason, one.version_spans) == ("abort", [(version, 1)])
 
 
@@ -227,10 +228,10 @@ async def test_a_request_that_the_server_cannot_serve_is_given_up_and_stops_nobo
         version = await world.activate(OLD)
         asked = fake.calls.count("/generate")
         running = asyncio.create_task(world.engine.generate(FAILING))
-        samples = [await asyncio.wait_for(world.sample(), 5) for _ in range(3)]
+        samples = [await asyncio.wait_for(world.sample(), 60) for _ in range(3)]
         assert samples == [[(version, 4)]] * 3
         with pytest.raises(error, match="3 calls in a row for bad brought nothing"):
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, 60)
         assert fake.calls.count("/generate") - asked == 3 + 3
         assert world.engine.num_running == 0
 

@@ -125,7 +125,7 @@ async def test_a_job_goes_on_however_often_the_trainer_is_restarted(
     for _ in range(MAX_ATTEMPTS + 2):
         async with running(config, tmp_path) as trainer:
             await trainer.until_state(job_id, "running")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while trainer.app.state.runner.active is None:  # noqa: ASYNC110  no event for it
                     await asyncio.sleep(0.02)
         assert (store.get(job_id).state, store.get(job_id).attempts) == ("running", 0)

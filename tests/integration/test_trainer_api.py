@@ -67,7 +67,7 @@ class Trainer:
         return answer.json()["job_id"]
 
     async def until_ok(self, method: str, route: str, **body: Any) -> httpx.Response:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 answer = await self.http.request(method, route, **body)
                 if answer.status_code == 200:
@@ -75,7 +75,7 @@ class Trainer:
                 await asyncio.sleep(0.05)
 
     async def until_state(self, job_id: str, state: str) -> dict[str, Any]:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while True:
                 status = (await self.http.get(f"/v1/jobs/{job_id}")).json()
                 if status["state"] == state:
@@ -83,7 +83,7 @@ class Trainer:
                 await asyncio.sleep(0.05)
 
     async def until_error(self, job_id: str, part: str) -> dict[str, Any]:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while True:
                 status = (await self.http.get(f"/v1/jobs/{job_id}")).json()
                 if part in (status["error"] or ""):
@@ -130,14 +130,14 @@ async def running(config: TrainerConfig, root: Path) -> AsyncIterator[Trainer]:
 
 
 async def until_key(redis: Redis, key: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await redis.exists(key):  # noqa: ASYNC110  another process's doing
             await asyncio.sleep(0.05)
 
 
 async def until_expiring(redis: Redis, key: str) -> None:
     """A key that is there for good has a time to live of -1."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await redis.ttl(key) < 0:  # noqa: ASYNC110  another process's doing
             await asyncio.sleep(0.05)
 
@@ -461,7 +461,7 @@ async def test_a_job_is_left_while_its_data_set_is_downloaded(
     """On request, or since the trainer is stopped: at once, and the child is gone."""
     async with running(config, tmp_path) as trainer:
         job_id = await trainer.submit(data={"dataset": "owner/name"})
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (child := number_in(endless_hub)) is None:  # noqa: ASYNC110  another process's doing
                 await asyncio.sleep(0.02)
         status = (await trainer.http.get(f"/v1/jobs/{job_id}")).json()
@@ -577,7 +577,7 @@ async def test_a_job_that_is_still_pausing_is_resumed(
         await until_key(trainer.app.state.redis, topology.weights_current(job_id))
         conductor = trainer.app.state.runner.active
         await trainer.http.post(f"/v1/jobs/{job_id}/pause")
-        await asyncio.wait_for(held.reached.wait(), 10)
+        await asyncio.wait_for(held.reached.wait(), 60)
         answer = await trainer.http.post(f"/v1/jobs/{job_id}/resume")
         assert (answer.status_code, answer.json()["state"]) == (200, "running")
         if where == "held_worker":
@@ -594,7 +594,7 @@ async def test_a_cancel_that_overtakes_a_pause_is_told(
         job_id = await trainer.submit()
         await until_key(redis, topology.weights_current(job_id))
         await trainer.http.post(f"/v1/jobs/{job_id}/pause")
-        await asyncio.wait_for(held_close.reached.wait(), 10)
+        await asyncio.wait_for(held_close.reached.wait(), 60)
         asked = (await trainer.http.post(f"/v1/jobs/{job_id}/cancel")).json()
         assert (asked["state"], asked["wish"]) == ("running", "cancel")
         held_close.go_on.set()
@@ -608,14 +608,14 @@ async def test_a_cancel_that_overtakes_a_pause_is_told(
 
 
 async def until_clear(event: asyncio.Event) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while event.is_set():  # noqa: ASYNC110  the runner looks now and then
             await asyncio.sleep(0.01)
 
 
 async def until_summary(trainer: Trainer, job_id: str, state: str) -> None:
     """The report is written after the job has its state."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         summary = f"/v1/jobs/{job_id}/summary"
         while (await trainer.http.get(summary)).json().get("state") != state:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -684,7 +684,7 @@ async def test_a_job_whose_data_was_edited_meanwhile_goes_on_with_the_old(
         await trainer.http.post(f"/v1/jobs/{job_id}/resume")
         await trainer.until_state(job_id, "running")
         runner = trainer.app.state.runner
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (active := runner.active) is None or active.parts.publisher.current is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 

@@ -114,7 +114,7 @@ def test_a_member_that_does_not_come_is_named_within_the_deadline() -> None:
     errors = together(
         sender(port, 0, **given), sender(port, 1, **given), receiver(port, 2, {}, **given)
     )
-    assert time.monotonic() - began_s < 12
+    assert time.monotonic() - began_s < 60
     for error in errors:
         assert isinstance(error, DeadlineExceeded)
     assert "rollout-1 to join" in str(errors[0])
@@ -221,7 +221,7 @@ async def test_ranks_that_do_not_come_cost_the_deadline_and_the_shards_are_pulle
     rounds = Rounds(send, backend="gloo", host="127.0.0.1", deadline_s=1.0)
     began_s = time.monotonic()
     found = await staged_by_group(world, rounds)
-    assert time.monotonic() - began_s < 15
+    assert time.monotonic() - began_s < 60
     total = world.manifest(0).num_bytes
     assert [one.pulled_bytes for one in found] == [total, total]
     await rounds.close()
@@ -238,7 +238,7 @@ async def test_a_server_that_goes_while_a_round_gathers_does_not_keep_the_others
     joining = [asyncio.create_task(rounds.join(7, name, num_owners=1)) for name in ("a", "b")]
     await asyncio.sleep(0)
     await end(joining[0])
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         found = await joining[1]
         later = await rounds.join(7, "c", num_owners=1)
     assert (found.members, found.rank) == (["rank 0", "a", "b"], 2)
@@ -258,7 +258,7 @@ async def test_a_round_that_finds_no_port_is_over_and_servers_pull(
 
     rounds = Rounds(send, backend="gloo", host="127.0.0.1", deadline_s=1.0)
     monkeypatch.setattr(module, "free_port", none_left)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         found = await asyncio.gather(*(rounds.join(7, name, num_owners=1) for name in "ab"))
         assert found == [None, None]
         monkeypatch.setattr(module, "free_port", free_port)
@@ -278,4 +278,4 @@ async def test_servers_do_not_wait_for_a_round_that_is_closed() -> None:
     joining = asyncio.create_task(rounds.join(7, "a", num_owners=1))
     await asyncio.sleep(0)
     await rounds.close()
-    assert await asyncio.wait_for(joining, 5.0) is None
+    assert await asyncio.wait_for(joining, 60) is None

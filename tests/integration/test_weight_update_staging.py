@@ -289,13 +289,13 @@ async def test_what_an_aborted_update_still_gets_is_not_written_over_the_next_on
 
     first = stager(liar)
     pulling = asyncio.create_task(asyncio.to_thread(first.bring_all))
-    await asyncio.wait_for(lies.wait(), 5.0)
+    await asyncio.wait_for(lies.wait(), 60)
     first.progress.stopped.set()
     await asyncio.to_thread(stager(trainer.url).bring_all)
     go_on.set()
     with pytest.raises(StagingStopped, match="version 1"):
-        await asyncio.wait_for(pulling, 10.0)
-    await asyncio.wait_for(sent.wait(), 5.0)
+        await asyncio.wait_for(pulling, 60)
+    await asyncio.wait_for(sent.wait(), 60)
     staged = await asyncio.to_thread((folder / shard_file(0)).read_bytes)
     assert staged == await asyncio.to_thread((published[1] / shard_file(0)).read_bytes)
     slow.close()
@@ -368,7 +368,7 @@ async def test_a_commit_that_is_repeated_joins_the_first(
     await asyncio.sleep(0)
     await end(first)
     engine.may_activate.set()
-    assert (await asyncio.wait_for(again, 5.0)).version == 1
+    assert (await asyncio.wait_for(again, 60)).version == 1
     assert len(engine.activated) == 1
 
     begin(updates, trainer, 2)

@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -475,7 +476,7 @@ def test_a_checkpoint_that_finds_no_room_is_given_up_whole(
     def write(background: bool) -> None:
         writer.start(tmp_path / "step1", progress=progress, copy=background, **saved)
         while not writer.finish(wait=not background):
-            pass
+            time.sleep(0.01)  # leave the writer the interpreter
 
     with monkeypatch.context() as patched:
         patched.setattr(module, name, full if module is not shutil else lambda _: little)

@@ -116,7 +116,7 @@ def test_the_broker_refuses_a_password_that_would_break_its_address(
     command = services(profile, SITE, file=file)["broker"]["command"]
     argv = [word.replace("$$", "$") for word in command]
     given = {"PATH": os.environ["PATH"], "BROKER_PASSWORD": "a@b"}
-    done = subprocess.run(argv, env=given, capture_output=True, text=True, check=False, timeout=10)
+    done = subprocess.run(argv, env=given, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (1, "BROKER_PASSWORD: letters and digits only\n")
 
 

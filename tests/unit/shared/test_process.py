@@ -113,14 +113,14 @@ def test_marked_processes_are_killed_and_no_others():
     with sleeper("a/1") as marked, sleeper("a/12") as other:
         try:
             kill_marked("TRIAL_MARK", "a/1")
-            assert marked.wait(timeout=5) == -9
+            assert marked.wait(timeout=60) == -9
             assert other.poll() is None
         finally:
             other.kill()
 
 
 def _wait_until_gone(pid: int) -> None:
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists():
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state == "Z":

@@ -1,7 +1,6 @@
 """Tasks end even if they ignore a cancel."""
 
 import asyncio
-import time
 
 import pytest
 import structlog
@@ -41,10 +40,9 @@ async def test_task_that_never_ends_is_reported_not_waited_for():
 
     task = asyncio.create_task(immortal(), name="immortal")
     await asyncio.sleep(0)
-    began = time.monotonic()
     with structlog.testing.capture_logs() as logs:
         await end(task, within_s=0.3)
-    assert time.monotonic() - began < 2
+    assert not task.done()
     assert logs[-1]["event"] == "task_ignores_cancel"
     done.set()
     await task
@@ -52,7 +50,7 @@ async def test_task_that_never_ends_is_reported_not_waited_for():
 
 async def test_drain_tells_whether_all_came_to_their_own_end():
     quick = asyncio.create_task(asyncio.sleep(0.01))
-    assert await drain({quick}, within_s=1)
+    assert await drain({quick}, within_s=60)
     slow = asyncio.create_task(asyncio.sleep(60))
     assert not await drain({slow}, within_s=0.05)
     assert slow.cancelled()
@@ -64,7 +62,7 @@ async def test_following_event_is_set_after_its_leader():
     async with following(leader, follower):
         assert not await wait_for_event(follower, 0.01)
         leader.set()
-        assert await wait_for_event(follower, 1)
+        assert await wait_for_event(follower, 60)
 
 
 async def test_cancel_that_comes_as_the_event_does_is_not_lost():

@@ -55,5 +55,5 @@ def tandem(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         [str(TANDEM), *arguments],
         env={**os.environ, **variables, "TANDEM_PYTHON": sys.executable},
-        capture_output=True, text=True, timeout=50,
+        capture_output=True, text=True, timeout=100,
     )  # fmt: skip

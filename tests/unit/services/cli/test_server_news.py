@@ -56,5 +56,5 @@ async def test_a_watch_tells_that_a_service_was_started_again(
     async with TandemClient("http://127.0.0.1:1") as client:
         view = JobView("demo-1f3a", steps=3)
         async with watch._shown(client, view, console, dict, ServerNews()):
-            await asyncio.wait_for(told.wait(), 5)
+            await asyncio.wait_for(told.wait(), 60)
     assert said.getvalue().count("reward-[b]0 was started again") == 1

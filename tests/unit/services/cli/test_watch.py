@@ -23,7 +23,7 @@ async def test_whoever_stops_watching_is_told_that_the_job_goes_on(
 
     monkeypatch.setattr(watch, "_follow", forever)
     watching = asyncio.create_task(watch.follow_job("http://x", "demo-1f3a", as_json=False))
-    await asyncio.wait_for(begun.wait(), 5)
+    await asyncio.wait_for(begun.wait(), 60)
     await end(watching)
     assert "No longer watching; demo-1f3a goes on" in capsys.readouterr().err
 

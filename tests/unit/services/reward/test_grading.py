@@ -219,7 +219,7 @@ async def test_a_remote_score_beyond_the_bound_costs_its_own_response_only() -> 
 
 async def test_a_remote_grader_that_keeps_failing_is_cut_off_and_tried_again() -> None:
     server = FakeServer(broken)
-    grader = remote(server, attempts=1, max_failures=2, open_s=0.2)
+    grader = remote(server, attempts=1, max_failures=2, open_s=1.0)
     for _ in range(2):
         await grader.grade([("1", "")])
     (outcome,) = await grader.grade([("1", "")])
@@ -227,7 +227,7 @@ async def test_a_remote_grader_that_keeps_failing_is_cut_off_and_tried_again() -
     assert "is not asked for another" in outcome.reason
     assert server.num_requests == 2
     server.answers = [right]
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while (await grader.grade([("1", "")]))[0].kind != "score":
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.02)

@@ -51,20 +51,20 @@ REQUEST = GroupRequest(
 
 async def test_an_interrupted_completion_goes_on_under_the_new_version() -> None:
     served, engine = serving("resume")
-    done = await served.sample(REQUEST, timeout_s=1)
+    done = await served.sample(REQUEST, timeout_s=60)
     assert done[1].version_spans == [(0, 2), (1, 3)]
     assert [request.samples for request in engine.asked] == [[0, 1, 2], [1]]
 
 
 async def test_or_begins_again_if_the_job_says_so() -> None:
     served, engine = serving("discard")
-    done = await served.sample(REQUEST, timeout_s=1)
+    done = await served.sample(REQUEST, timeout_s=60)
     assert done[1].version_spans == [(1, 3)]
     assert engine.asked[1].partial == {}
 
 
 async def test_what_is_not_needed_is_not_asked_again() -> None:
     served, engine = serving("resume")
-    done = await served.sample(replace(REQUEST, enough=2), timeout_s=1)
+    done = await served.sample(replace(REQUEST, enough=2), timeout_s=60)
     assert list(done) == [0, 2]
     assert len(engine.asked) == 1

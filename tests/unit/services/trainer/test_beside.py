@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 
 import pytest
 
@@ -22,6 +23,33 @@ async def test_death_of_a_worker_ends_the_block() -> None:
             await asyncio.sleep(10)
 
 
+async def test_a_death_is_told_again_to_a_block_whose_wait_swallowed_it() -> None:
+    async def dies(stop: asyncio.Event) -> None:
+        raise Died("it was me")
+
+    async def swallows_one() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(100)
+        await asyncio.sleep(100)
+
+    with pytest.raises(Died, match="it was me"):
+        async with running_beside([until_stopped, dies], goodbye_s=0.05):
+            await swallows_one()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_a_death_is_not_lost_on_a_block_that_ends_as_it_is_told() -> None:
+    async def dies(stop: asyncio.Event) -> None:
+        raise Died("it was me")
+
+    with pytest.raises(Died, match="it was me"):
+        async with running_beside([dies], goodbye_s=60.0):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(100)
+
+
 async def test_workers_end_with_the_block() -> None:
     ended = []
 
@@ -30,7 +58,7 @@ async def test_workers_end_with_the_block() -> None:
         await asyncio.sleep(0.05)
         ended.append(1)
 
-    async with running_beside([worker, worker], goodbye_s=1.0):
+    async with running_beside([worker, worker], goodbye_s=60.0):
         await asyncio.sleep(0)
     assert len(ended) == 2
 
@@ -50,7 +78,7 @@ async def test_repeated_cancels_do_not_leave_workers_behind() -> None:
         await asyncio.sleep(0.2)
 
     async def block() -> None:
-        async with running_beside([slow_to_end], goodbye_s=1.0):
+        async with running_beside([slow_to_end], goodbye_s=60.0):
             await asyncio.sleep(10)
 
     running = asyncio.create_task(block())
@@ -66,6 +94,6 @@ async def test_worker_that_ignores_its_stop_is_cancelled() -> None:
     async def deaf(stop: asyncio.Event) -> None:
         await asyncio.sleep(100)
 
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         async with running_beside([deaf], goodbye_s=0.05):
             await asyncio.sleep(0)

@@ -124,7 +124,7 @@ def test_a_copy_keeps_nobody_waiting(tmp_path: Path, books: Books) -> None:
     commit(books, 1, open_groups(books, 1))
     with ThreadPoolExecutor(1) as threads, books._writing():
         books._note_event(event("later"))
-        threads.submit(books.copy_to, tmp_path / "copy.sqlite").result(timeout=5)
+        threads.submit(books.copy_to, tmp_path / "copy.sqlite").result(timeout=60)
     copied = Books(tmp_path / "copy.sqlite")
     assert copied.redo_body(1) == b"batch 1"
     assert copied.journal(0) == []

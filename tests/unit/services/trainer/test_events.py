@@ -138,7 +138,7 @@ async def test_what_others_tell_ends_no_job(
         if event.fields == last["fields"]:
             stop.set()
 
-    await asyncio.wait_for(follow_events(redis, "j", record, on_event, stop), 10)
+    await asyncio.wait_for(follow_events(redis, "j", record, on_event, stop), 60)
     record.close()
     first, second = map(json.loads, (tmp_path / EVENTS_FILE).read_text().splitlines())
     assert second["name"] == "group_sampled"

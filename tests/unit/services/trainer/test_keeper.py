@@ -228,7 +228,7 @@ async def test_impatient_caller_leaves_no_half_restored_ranks(world: World) -> N
     world.commit(3)
     world.hang = asyncio.Event()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(world.keeper.train(3), 0.2)
+        await asyncio.wait_for(world.keeper.train(3), 1.0)
     assert len(world.started) == 2
     assert world.started[-1].stopped
     world.hang = None
@@ -280,7 +280,7 @@ async def test_ranks_that_finished_a_step_for_nobody_are_not_saved_and_replaced(
     world.late = asyncio.Event()
     world.commit(2)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(world.keeper.train(2), 0.05)
+        await asyncio.wait_for(world.keeper.train(2), 1.0)
     assert world.started[0].trained == [b"1", b"2"]
     world.late = None
     await world.keeper.save_if_newer(2)

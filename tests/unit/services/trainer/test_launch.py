@@ -89,7 +89,7 @@ async def test_only_a_refusal_of_the_current_start_counts(tmp_path: Path) -> Non
     board.refuse(Refusal(number=numbers[0], node=1, reason="an old one"))
     for reason in ("first", "second"):
         board.refuse(Refusal(number=numbers[1], node=2, reason=reason))
-    assert (await asyncio.wait_for(waiting, 5)).reason == "first"
+    assert (await asyncio.wait_for(waiting, 60)).reason == "first"
 
 
 def test_a_node_sets_no_variable_that_is_not_a_ranks(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ async def test_stop_ends_a_comparison_that_waits(monkeypatch: pytest.MonkeyPatch
     runs = ParityRuns(cast(Any, None), cast(Any, None), cast(Any, None))
     runs._turns.add(cast(Any, Accepted()))
     stop = asyncio.Event()
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(runs.run(stop))
         await begun.wait()
         stop.set()

@@ -20,6 +20,6 @@ def evaluate(tmp_path: Path, name: str, script: str) -> Any:
     program += "console.log(JSON.stringify(answer));"
     done = subprocess.run(
         [str(NODE), "--input-type=module", "-e", program],
-        check=True, capture_output=True, text=True, timeout=30,
+        check=True, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     return json.loads(done.stdout)
