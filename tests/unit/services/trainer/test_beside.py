@@ -44,10 +44,13 @@ async def test_a_death_is_not_lost_on_a_block_that_ends_as_it_is_told() -> None:
     async def dies(stop: asyncio.Event) -> None:
         raise Died("it was me")
 
+    async def ends_well() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(100)
+
     with pytest.raises(Died, match="it was me"):
         async with running_beside([dies], goodbye_s=60.0):
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(100)
+            await ends_well()
 
 
 async def test_workers_end_with_the_block() -> None:
