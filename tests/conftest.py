@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -19,6 +20,15 @@ from shared.broker import broker, broker_url
 from shared.process import die_with_parent, prepare_to_fork
 from shared.process import free_port as _free_port
 from shared.redis import create_redis
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that tests kill cannot tidy up: what they leave lies in pytest's own folder."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        changed.setattr(tempfile, "tempdir", None)  # read anew
+        yield
 
 
 @pytest.fixture(autouse=True)
