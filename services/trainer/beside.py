@@ -13,9 +13,10 @@ Worker = Callable[[asyncio.Event], Awaitable[None]]
 async def running_beside(workers: Sequence[Worker], *, goodbye_s: float) -> AsyncIterator[None]:
     """Raises in the block, at its next wait, what a worker raised.
 
-    At the block's end the workers get their stop event and `goodbye_s` to return. A block that is
-    still there `goodbye_s` after a death is told again: a wait that ends as it is cancelled may
-    have swallowed that (see shared.tasks).
+    At the block's end the workers get their stop event and `goodbye_s` to return. The first death
+    alone is told: the block may be cleaning up when others die. A block that is still there
+    `goodbye_s` later is told again: a wait that ends as it is cancelled may have swallowed that
+    (see shared.tasks).
     """
     stop = asyncio.Event()
     main = asyncio.current_task()
@@ -25,15 +26,17 @@ async def running_beside(workers: Sequence[Worker], *, goodbye_s: float) -> Asyn
 
     async def keep(worker: Worker) -> None:
         nonlocal num_cancels
+        this = asyncio.current_task()
+        assert this is not None
         try:
             await worker(stop)
-        except asyncio.CancelledError:
-            raise
         except BaseException as err:
-            if stop.is_set():
+            if stop.is_set() or this.cancelling():
                 raise
+            if isinstance(err, asyncio.CancelledError):
+                err = RuntimeError(f"{this.get_name()}: something it waited for was cancelled")
             failures.append(err)
-            while not stop.is_set():
+            while not stop.is_set() and err is failures[0]:
                 num_cancels += main.cancel()
                 await wait_for_event(stop, goodbye_s)
 

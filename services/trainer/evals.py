@@ -3,8 +3,8 @@
 lease      due ──> a server serves the version ──> hold it, ask for the evaluation ──> go on
                                                      ├── result, failure, deadline: release
                                                      └── it is gone for good: hold another
-dedicated  due ──> ask; one server is always held, at the version of the oldest open evaluation,
-                   and between them at the last one's: training waits for nothing
+dedicated  due ──> one server is always held, at the version of the first open evaluation, which
+                   is asked for, and between them at the last one's: training waits for nothing
 
 What is due stands in the books before it has a server, so whoever takes the job up finds it there.
 """
@@ -65,15 +65,16 @@ class Evaluations:
         self._last = max(served, key=lambda one: one.policy_version, default=None)
         self._away_since_s: dict[str, float] = {}
         self._announcing = asyncio.Lock()
+        self._look_at_s = 0.0
         self._moved = asyncio.Event()
         self.on_hold: Callable[[], None] = lambda: None
 
     def holds(self) -> dict[str, int]:
-        """Replica -> version that it must keep serving: that of its oldest open evaluation."""
+        """Replica -> version that it must keep serving: that of its first open evaluation."""
         held: dict[str, int] = {}
         if self._is_dedicated and self._last is not None:
             held[self._last.replica] = self._last.policy_version
-        for one in sorted(self._open.values(), key=lambda one: -one.policy_version):
+        for one in sorted(self._open.values(), key=lambda one: -one.deadline_s):
             if one.replica:
                 held[one.replica] = one.policy_version
         return held
@@ -131,11 +132,11 @@ class Evaluations:
     async def run(self, stop: asyncio.Event, publisher: Publisher) -> None:
         """Until `stop`: hold a server for whatever has none, or none any more, ask again for what
         got lost, and give up what is not answered by its deadline."""
-        looked_at_s = time.monotonic()
+        self._look_at_s = time.monotonic() + LOOK_S
         while not stop.is_set():
-            if time.monotonic() - looked_at_s > LOOK_S:
+            if time.monotonic() > self._look_at_s:
+                self._look_at_s = time.monotonic() + LOOK_S
                 await self._look_for_lost()
-                looked_at_s = time.monotonic()
             for eval_id in list(self._open):
                 if (asked := self._open.get(eval_id)) is None:
                     continue  # answered while we saw to another
@@ -182,13 +183,18 @@ class Evaluations:
         before = self._last.replica if self._last else None
         return before if before in names else names[-1]
 
-    def _free_server(self, policy_version: int, publisher: Publisher) -> str | None:
+    def _free_server(self, asked: EvalRecord, publisher: Publisher) -> str | None:
         """A server that is not held yet: of that version, or, if servers are not going there any
-        more, any one, which is brought back to it."""
-        held = self.holds()
-        free = [name for name in publisher.serving(policy_version) if name not in held]
-        if not free and policy_version != publisher.target:
+        more, any one, which is brought back to it. One that lost its server, and for which an
+        evaluator may wait, also gets one that is held for those after it."""
+        held, version = self.holds(), asked.policy_version
+        free = [name for name in publisher.serving(version) if name not in held]
+        if not free and version != publisher.target:
             free = [name for name in publisher.names if name not in held]
+        if not free and asked.replica:
+            ends_s = asked.deadline_s
+            before = {one.replica for one in self._open.values() if one.deadline_s <= ends_s}
+            free = [name for name in publisher.names if name not in before]
         return free[-1] if free else None
 
     def _is_gone(self, replica: str, publisher: Publisher) -> bool:
@@ -200,9 +206,9 @@ class Evaluations:
         return time.monotonic() - since_s > self._grace_s
 
     async def _find_server(self, asked: EvalRecord, publisher: Publisher) -> None:
-        """Hold a server, if one is there; the first one's request is published then."""
+        """Hold a server, if one is there."""
         dedicated = self._dedicated_server(publisher)
-        replica = dedicated or self._free_server(asked.policy_version, publisher)
+        replica = dedicated or self._free_server(asked, publisher)
         if replica is None:
             return
         held = replace(asked, replica=replica)
@@ -217,7 +223,7 @@ class Evaluations:
             self._last = held
         await self.announce()
         self.on_hold()
-        if is_new:
+        if is_new and self._has_turn(held):
             await self._publish(held)
         self._moved.set()
 
@@ -234,22 +240,29 @@ class Evaluations:
         assert self._job.eval is not None
         return self._events("eval_requested", suite=self._job.eval.suite, **fields)
 
+    def _has_turn(self, asked: EvalRecord) -> bool:
+        """Whether its server is held for it now. Evaluations of one server are asked for one by
+        one: an evaluator would wait for a version that the server does not go to before."""
+        is_open = asked.eval_id in self._open
+        return is_open and self.holds().get(asked.replica) == asked.policy_version
+
     async def _look_for_lost(self) -> None:
-        """Ask again for what is neither under way nor answered; what no evaluator can do fails.
+        """Ask, for what has its turn and is neither under way nor answered; what no evaluator can
+        do fails.
 
         A result that the broker lost is missing even if its request was acknowledged after it.
         """
-        if not any(one.replica for one in self._open.values()):
+        if not any(self._has_turn(one) for one in self._open.values()):
             return
         known = await self._requested() | await self._answered()
         buried = await self._buried()
         for asked in list(self._open.values()):
-            if not asked.replica or asked.eval_id in known:
+            if not self._has_turn(asked) or asked.eval_id in known:
                 continue
             if reason := buried.get(asked.eval_id):
                 await self._fail(asked, f"no evaluator could do it: {reason}")
             else:
-                log.warning("eval_asked_again", eval_id=asked.eval_id)
+                log.info("eval_asked", eval_id=asked.eval_id)
                 await self._publish(asked)
 
     async def _requested(self) -> set[str | None]:
@@ -297,6 +310,7 @@ class Evaluations:
     async def _release(self, asked: EvalRecord) -> None:
         self._open.pop(asked.eval_id, None)
         await self.announce()
+        self._look_at_s = 0.0  # the next one of its server has its turn
         self._moved.set()
         self.on_hold()
 

@@ -18,6 +18,7 @@ from shared import topology
 from shared.job import Job
 from shared.redis import create_redis
 from shared.tasks import end
+from shared.telemetry import now_s
 from tests.integration.conductor_world import JOB_ID, World, make_job, run_to_end, running_world
 from tests.integration.own_broker import running_broker
 
@@ -152,6 +153,33 @@ async def test_all_that_wait_for_a_dedicated_server_move_together(
         check_all_finished(world, [0, 1, 2, 3, 4])
 
 
+async def test_one_that_lost_its_server_comes_before_one_that_took_the_last(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """An evaluator waits for the first: the second has its turn once that has ended."""
+    job = evaluated_job(every_steps=1)
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        await world.add_server("rollout-1", samples=False)
+        world.answer_evals = False
+        async with conducting(world) as (_, running):
+
+            async def both_held() -> bool:
+                return await holds(redis) == {"rollout-1": 0, "rollout-0": 1}
+
+            await until(both_held, "both servers to be held")
+            await world.servers.pop("rollout-1").kill()
+            left = world.servers["rollout-0"]
+
+            async def has_moved() -> bool:
+                return left.version == 0 and await holds(redis) == {"rollout-0": 0}
+
+            await until(has_moved, "the server that is left to go back")
+            world.answer_evals = True
+            await world.tell("eval_finished", eval_id=f"{JOB_ID}.e00000000")
+            await asyncio.wait_for(running, 30)
+        check_all_finished(world, [0, 1, 2, 3, 4])
+
+
 async def test_an_evaluation_that_has_no_server_yet_outlives_the_process(
     redis: Redis, tmp_path: Path
 ) -> None:
@@ -264,3 +292,51 @@ async def test_holds_of_before_do_not_overtake_newer_ones(
         await asyncio.gather(first, second)
         assert await holds(redis) == {"rollout-0": 3}
         conductor.parts.close()
+
+
+async def test_a_dedicated_server_is_asked_for_one_evaluation_at_a_time(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """An evaluator that had the next request first, say after a hiccup of the broker, would wait
+    for a version that its server does not go to before the first one is over."""
+    job = evaluated_job(every_steps=1, eval={"server": "dedicated"})
+    async with running_world(redis, tmp_path / "run", job=job, servers=2) as world:
+        world.answer_evals = False
+        async with conducting(world) as (_, running):
+            await world.until_served(3)
+            world.answer_evals = True
+            await world.tell("eval_finished", eval_id=f"{JOB_ID}.e00000000")
+            await asyncio.wait_for(running, 30)
+        check_all_finished(world, [0, 1, 2, 3, 4])
+        check_all_were_held(world)
+
+
+async def test_a_server_stays_at_the_version_it_was_asked_for_while_another_is_asked_again(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """In a pause the time of the first passed; that of the second, which waited for it, did not."""
+    job = evaluated_job(every_steps=1, deadline_s=8.0, eval={"server": "dedicated"})
+    async with running_world(redis, tmp_path / "run", job=job, servers=2) as world:
+        world.answer_evals = False
+        async with conducting(world):
+            await world.until_served(2)
+        first, second, *_ = evals_of(world)
+        await asyncio.sleep(max(0.0, first.deadline_s - now_s()) + 0.5)
+        world.evaluated.clear()
+        async with conducting(world) as (_, running):
+            await until(lambda: evals_of(world)[0] != first, "a server for the first")
+            assert now_s() < second.deadline_s
+            await asyncio.sleep(0.2)
+            assert await holds(redis) == {"rollout-1": 1}
+            assert {version for _, version, _ in world.evaluated} == {1}
+            world.answer_evals = True
+            await world.tell("eval_finished", eval_id=second.eval_id)
+            await asyncio.wait_for(running, 30)
+        check_all_finished(world, [0, 1, 2, 3, 4])
+        check_all_were_held(world)
+
+
+def check_all_were_held(world: World) -> None:
+    """Whoever was asked found a server held at the version."""
+    for _, version, held in world.evaluated:
+        assert version in held.values()

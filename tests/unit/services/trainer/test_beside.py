@@ -100,3 +100,57 @@ async def test_worker_that_ignores_its_stop_is_cancelled() -> None:
     async with asyncio.timeout(60):
         async with running_beside([deaf], goodbye_s=0.05):
             await asyncio.sleep(0)
+
+
+async def test_deaths_together_leave_the_block_its_cleanup() -> None:
+    """As when the broker is gone: each worker dies of it, a moment apart."""
+    ended = []
+
+    def dies_after(seconds: float, text: str):
+        async def dies(stop: asyncio.Event) -> None:
+            await asyncio.sleep(seconds)
+            raise Died(text)
+
+        return dies
+
+    async def block() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(0.2)
+            ended.append(1)
+
+    workers = [dies_after(0.0, "the first"), dies_after(0.05, "the second")]
+    with pytest.raises(Died, match="the first"):
+        async with running_beside(workers, goodbye_s=60.0):
+            await block()
+    assert ended == [1]
+
+
+async def test_a_worker_that_ends_as_cancelled_by_nobody_has_died() -> None:
+    """What it waited for was cancelled, not the worker."""
+
+    async def waits_for_a_cancelled_one(stop: asyncio.Event) -> None:
+        inner = asyncio.create_task(stop.wait())
+        inner.cancel()
+        await inner
+
+    with pytest.raises(RuntimeError, match="was cancelled"):
+        async with asyncio.timeout(5), running_beside([waits_for_a_cancelled_one], goodbye_s=1.0):
+            await asyncio.sleep(100)
+
+
+async def test_what_cancels_all_tasks_is_not_taken_for_a_death() -> None:
+    """As the end of an event loop does."""
+    before = asyncio.all_tasks()
+
+    async def block() -> None:
+        async with running_beside([until_stopped], goodbye_s=1.0):
+            await asyncio.sleep(100)
+
+    running = asyncio.create_task(block())
+    await asyncio.sleep(0.01)
+    for task in asyncio.all_tasks() - before:
+        task.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
