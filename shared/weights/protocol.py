@@ -158,6 +158,8 @@ class CommitResult(_Strict):
     """Scoring the probe."""
     resume_s: float
     """Going on."""
+    proven_in_pause: bool = False
+    """Whether restore and probe are part of `pause_s`."""
     probe_mean_abs_delta: float | None = None
     """Mean |Δ log p| of the probe."""
     effective_checksum: Checksum

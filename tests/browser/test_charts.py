@@ -119,6 +119,44 @@ async def test_whatever_is_measured_every_chart_is_drawn_and_goes_on(
     assert seen.errors == []
 
 
+async def test_a_run_that_goes_on_widens_its_axes_unless_one_looks_closer(
+    chromium: Browser, served: Site
+) -> None:
+    seen = await charts_apart(chromium, served)
+    page = seen.page
+    await page.evaluate(f"plots.build(window.run = newRun({steps(0.1, 0.2, 0.3)}))")
+    chart = page.locator("#box section").first
+    await chart.scroll_into_view_if_needed()
+    over = await chart.locator(".u-over").bounding_box()
+    assert over is not None
+    middle = over["y"] + over["height"] / 2
+
+    async def step_at(share: float) -> str:
+        """What the legend tells of this share of the axis."""
+        await page.mouse.move(over["x"] + share * (over["width"] - 1), middle)
+        return await chart.locator(".u-value").first.inner_text()
+
+    async def goes_on(number: int) -> None:
+        fields = json.dumps({"step": number, **dict.fromkeys(MEASURED, 0.4)})
+        told = f"{{ name: 'step', fields: {fields} }}"
+        await page.evaluate(f"run.add({told}, {number + 1000}), plots.update(run)")
+
+    assert (await step_at(0.0), await step_at(1.0)) == ("1", "3")
+    for number in range(4, 12):
+        await goes_on(number)
+    assert (await step_at(0.0), await step_at(1.0)) == ("1", "11")
+    await step_at(0.2)
+    await page.mouse.down()
+    await step_at(0.65)
+    await page.mouse.up()
+    assert (await step_at(0.0), await step_at(1.0)) == ("3", "7")
+    await goes_on(12)
+    assert (await step_at(0.0), await step_at(1.0)) == ("3", "7")
+    await page.mouse.dblclick(over["x"] + over["width"] / 2, middle)
+    assert (await step_at(0.0), await step_at(1.0)) == ("1", "12")
+    assert seen.errors == []
+
+
 async def test_a_legend_tells_what_a_logarithmic_axis_cannot_draw(
     chromium: Browser, served: Site
 ) -> None:

@@ -58,7 +58,7 @@ async def test_a_run_of_ten_thousand_steps_is_quick_and_goes_on_live(
     await expect(newest).to_have_text(str(ALL_STEPS + 1))  # no cursor is on the chart
     await expect(page.locator("#waits")).to_have_text(
         "The trainer waits for groups 46 % of a step and works itself for the rest, longest at "
-        "forward backward (33 %): the trainer is the narrow place."
+        "forward and backward (33 %): the trainer is the narrow place."
     )
     await expect(page.locator("#updates tbody tr")).to_have_count(48)
     phases = page.locator("#updates tbody tr").first.locator(".bar .phase")
@@ -257,7 +257,7 @@ async def test_only_who_makes_the_trainer_wait_most_of_a_step_is_the_narrow_plac
         )
     assert found == [
         "The trainer waits for groups 29 % of a step and works itself for the rest, longest at "
-        "forward backward (30 %): the trainer is the narrow place.",
+        "forward and backward (30 %): the trainer is the narrow place.",
         "The trainer waits for groups 60 % of a step, while 16.0 groups are with the samplers and "
         "1.0 with the graders: sampling is the narrow place.",
         "The trainer waits for groups 60 % of a step, while 1.0 groups are with the samplers and "

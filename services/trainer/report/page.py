@@ -26,9 +26,9 @@ CAPTIONS = {
     "step_seconds": "What the time of a step went into. Wait is the trainer waiting for groups; "
     "other is what no phase was timed for.",
     "lag": "How many versions behind the trained one a sample's sampler was.",
-    "updates": "The last weight updates, phase by phase: sampling stands still from load to "
-    "resume only. Below, the share of a version's bytes that servers pulled, and how far their "
-    "probe was from the trainer.",
+    "updates": "The last weight updates, phase by phase: sampling stands still in the pause alone, "
+    "of which restore and probe are a part where SGLang samples. Below, the share of a version's "
+    "bytes that servers pulled, and how far their probe was from the trainer.",
 }
 
 
@@ -218,7 +218,7 @@ def _updates(summary: Summary) -> str:
         ("updates failed", updates.failed),
         ("seconds of an update, mean", number(updates.seconds_mean)),
         ("seconds that sampling paused, mean", number(updates.pause_s_mean)),
-        ("bytes per version, mean", number(updates.bytes_mean)),
+        ("MB per version, mean", number(updates.bytes_mean / 1e6)),
         ("share of them that servers pulled, mean", number(updates.pulled_share_mean)),
         ("probe's mean |Δ log p|, worst", number(updates.probe_mean_abs_delta_worst)),
     ]

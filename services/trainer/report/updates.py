@@ -22,7 +22,8 @@ MAX_BARS = 12
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One committed update of one server. `seconds` by phase, in the order of PHASES."""
+    """One committed update of one server. `seconds` by phase, in the order of PHASES; none is in
+    two of them."""
 
     server: str
     policy_version: int
@@ -40,6 +41,8 @@ def committed_updates(run: RunEvents) -> list[Update]:
         if "began_at_s" not in fields:
             continue
         seconds = {name: float(fields.get(f"{name}_s") or 0.0) for name in PHASES}
+        if fields.get("proven_in_pause"):
+            seconds["pause"] -= seconds["restore"] + seconds["probe"]
         seconds["wait"] = max(0.0, float(fields["seconds"]) - sum(seconds.values()))
         pulled, whole = fields.get("pulled_bytes"), fields.get("bytes")
         found.append(
@@ -75,10 +78,17 @@ def draw_shares(axes: "Axes", updates: list[Update]) -> None:
     """What servers pulled, and how far the probe was from the trainer, by version."""
     pulled = {one.policy_version: one.pulled_share for one in updates}
     _points(axes, pulled, "o", "#2563eb", "share of the bytes pulled")
-    probed = {one.policy_version: one.probe_delta for one in updates}
-    _points(axes, probed, "x", "#d97706", "probe's mean |Δ log p|")
     axes.set_xlabel("version")
     axes.set_ylim(bottom=0)
+    probed = {one.policy_version: one.probe_delta for one in updates}
+    if any(value is not None for value in probed.values()):
+        axes.plot([], [], "x", ms=3.5, color="#d97706", label="probe's mean |Δ log p|, right axis")
+        right = axes.twinx()
+        right.spines[["top", "left"]].set_visible(False)
+        right.spines[["right", "bottom"]].set_color("#94a3b8")
+        right.tick_params(colors="#334155")
+        _points(right, probed, "x", "#d97706", "")
+        right.set_ylim(bottom=0)
 
 
 def _points(

@@ -124,6 +124,7 @@ class Versions:
         return {
             "version": proven.policy_version,
             **seconds,
+            "proven_in_pause": True,
             "probe_mean_abs_delta": proven.proven and proven.proven.mean_abs_delta,
             "effective_checksum": await asyncio.shield(proven.checksum),  # it is kept
         }

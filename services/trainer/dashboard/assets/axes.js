@@ -15,10 +15,11 @@ export function formatted(value) {
 // Beyond these a curve is a gap: no run means them, and arithmetic of an axis would overflow.
 const LARGEST = 1e30, SMALLEST_LOGARITHMIC = 1e-15;
 
+// Copies: a run goes on in its own columns, while a plot compares what it drew with what there is.
 export function drawable(columns, logarithmic) {
   const least = logarithmic ? SMALLEST_LOGARITHMIC : -LARGEST;
   const shown = (value) => (Number.isFinite(value) && value >= least && value <= LARGEST ? value : null);
-  return columns.map((column, i) => (i === 0 ? column : column.map(shown)));
+  return columns.map((column, i) => (i === 0 ? column.slice() : column.map(shown)));
 }
 
 export function padded(min, max) {

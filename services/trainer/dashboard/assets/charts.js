@@ -1,7 +1,7 @@
 // What each chart shows: a title, its series and a function of the run. Drawn by plots.js.
 
 import { number } from "./axes.js";
-import { KS, PHASES } from "./run.js";
+import { KS, PHASES, phaseName } from "./run.js";
 
 // What a legend tells: the value under the cursor, else the newest there is; `told` holds a plot's
 // columns as they were measured, also what its scale cannot draw.
@@ -51,7 +51,7 @@ export function charts({ series: c, axis }) {
     {
       title: "Step time by phase",
       note: "seconds, stacked; wait: for groups, other: not timed",
-      series: PHASES.map((name, i) => line(name.replaceAll("_", " "), c[i] ?? axis, {
+      series: PHASES.map((name, i) => line(phaseName(name), c[i] ?? axis, {
         width: 0.5,
         fill: (c[i] ?? axis) + "b0",
         // Column i holds the sum up to its phase; the legend tells the phase alone.

@@ -130,7 +130,7 @@ function options(chart, colours, width) {
   return {
     width,
     height: HEIGHT,
-    scales: { x: { time: false }, y: scale(chart) },
+    scales: { x: { time: false, range: across }, y: scale(chart) },
     series: [{ label: "step", value: (u, _, column, row) => String(legend(u, column, row) ?? "–") }, ...chart.series],
     bands: chart.bands,
     axes: [{ ...axis, size: 28, incrs: STEP_INCREMENTS, space: 45 }, { ...axis, size: 46, ...labels(chart, axis) }],
@@ -141,6 +141,9 @@ function options(chart, colours, width) {
     legend: { live: true },
   };
 }
+
+// From the first step to the last; one alone has room beside it, not a hundred steps of it.
+const across = (_, min, max) => (min !== null && min === max ? [min, min + 1] : [min, max]);
 
 function scale(chart) {
   if (chart.range) return { range: () => chart.range };

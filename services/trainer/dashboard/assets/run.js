@@ -9,6 +9,7 @@ const STEP_FIELDS = [
   "tokens_per_s", "step_seconds", "groups", "truncated_share", "response_tokens_mean", "entropy", "approx_kl",
   "reference_kl", "grad_norm", "open_groups", "slots",
 ];
+export const phaseName = (name) => (name === "forward_backward" ? "forward and backward" : name.replaceAll("_", " "));
 export const STAGES = ["prompts", "rollouts", "groups"];
 const KEPT_EVENTS = 60;
 const KEPT_UPDATES = 48;
@@ -158,7 +159,7 @@ export class Run {
     if (share <= 0.5) {
       const works = PHASES.filter((name) => name !== "wait").map((name) => [mean(recent("seconds_" + name)) / mean(steps), name]);
       const [most, name] = works.reduce((one, other) => (other[0] > one[0] ? other : one));
-      return `${told} and works itself for the rest, longest at ${name.replaceAll("_", " ")} (${percent(most)}): the trainer is the narrow place.`;
+      return `${told} and works itself for the rest, longest at ${phaseName(name)} (${percent(most)}): the trainer is the narrow place.`;
     }
     const graders = mean(recent("backlog_rollouts")), samplers = mean(recent("backlog_prompts"));
     const narrow = graders > samplers ? "grading" : "sampling";

@@ -141,7 +141,11 @@ export function updates(run) {
 // What the colours of those bars are.
 export function phases() {
   const [first, ...others] = UPDATE_PHASES;
-  return [first, "wait", ...others].flatMap((name) => [element("i", "", "phase " + name), name + " "]);
+  return [first, "wait", ...others].flatMap((name) => {
+    const made = element("span");
+    made.append(element("i", "", "phase " + name), name);
+    return [made, " "];
+  });
 }
 
 function failure(error) {
@@ -153,6 +157,7 @@ function failure(error) {
 function bar(update, longest) {
   const made = element("div", undefined, "bar");
   const known = UPDATE_PHASES.map((name) => [name, update[name + "_s"] ?? 0]);
+  if (update.proven_in_pause) known.find(([name]) => name === "pause")[1] -= update.restore_s + update.probe_s;
   const rest = (update.seconds ?? 0) - known.reduce((sum, [, seconds]) => sum + seconds, 0);
   known.splice(1, 0, ["wait", Math.max(0, rest)]); // for the first server's commit, and for calls
   for (const [name, seconds] of known) {
@@ -200,14 +205,20 @@ const FIRST = ["step", "policy_version", "server", "replica", "state", "error", 
 
 const cut = (text) => (text.length > LONGEST_TEXT ? text.slice(0, LONGEST_TEXT) + "…" : text);
 
+// By what a field's name ends with. A version is no "10.0 k".
+function measured(name, value) {
+  if (/(^|_)bytes$/.test(name)) return `${words(name.replace(/_?bytes$/, ""))} ${(value / 1e6).toFixed(2)} MB`.trim();
+  const told = Number.isInteger(value) ? value : number(value);
+  return name.endsWith("_s") ? `${words(name.slice(0, -2))} ${told} s` : `${words(name)} ${told}`;
+}
+
 // The fields that tell most, then whichever come first.
 function shortFields(fields) {
   const shown = [];
   const names = [...FIRST.filter((name) => name in fields), ...Object.keys(fields).filter((name) => !FIRST.includes(name))];
   for (const name of names) {
     const value = fields[name];
-    if (Number.isInteger(value)) shown.push(`${words(name)} ${value}`); // a version is no "10.0 k"
-    else if (typeof value === "number") shown.push(`${words(name)} ${number(value)}`);
+    if (typeof value === "number") shown.push(measured(name, value));
     else if (typeof value === "string") shown.push(`${words(name)} ${cut(value)}`);
     if (shown.length === 5) break;
   }

@@ -39,6 +39,10 @@ def test_phases_add_up_to_the_update_in_order_of_their_beginnings(tmp_path: Path
     assert (first.policy_version, second.policy_version) == (3, 4)
     assert sum(first.seconds.values()) == pytest.approx(2.0)
     assert first.seconds["wait"] == pytest.approx(0.8)
+    run.add("update_committed", **fields(proven_in_pause=True, pause_s=0.6))
+    _, inside, _ = committed_updates(read_events(tmp_path / "events.jsonl"))
+    assert sum(inside.seconds.values()) == pytest.approx(2.0)
+    assert inside.seconds["pause"] == pytest.approx(0.1)
     assert (first.pulled_share, first.probe_delta) == (0.08, None)
 
 
