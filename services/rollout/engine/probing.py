@@ -72,7 +72,7 @@ def _check_followed(probe: Probe, departures: list[np.ndarray], anchor: Proven) 
     """WeightsCorrupt when the engine moved otherwise than the trainer, in every sequence.
 
     By the median token: an expert that is chosen otherwise at a near tie moves a few tokens far,
-    and in one sequence; state that stays behind moves all of all.
+    and in one sequence; state that stays behind moves all tokens of all sequences.
     """
     noise = _departures(anchor.probe, anchor.scores)
     followed = _departures(anchor.probe, [np.array(one.logprobs) for one in probe.sequences])
