@@ -15,13 +15,14 @@ from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.prompts import NoPromptFits
 from services.trainer.rollback import NOTE
 from services.trainer.servers import MAX_REFUSALS
-from services.trainer.versions import CHANGES_ONLY, VersionStore
+from services.trainer.versions import VersionStore
 from shared import topology
 from shared.dead_letters import requeue_dead
 from shared.errors import Rejected, WeightsCorrupt
 from shared.messages import Outcome, PromptGroup, RolloutGroup, Score
 from shared.streams import Consumer, publish
 from shared.tasks import end
+from shared.weights.kept import CHANGES_ONLY
 from shared.weights.manifest import shard_file
 from tests.integration.conductor_world import (
     JOB_ID,
