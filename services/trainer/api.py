@@ -99,8 +99,8 @@ class _State:
 
     async def status(self, job: StoredJob) -> JobStatus:
         run_dir = self.runner.run_dir(job.job_id)
-        doing = self.runner.doing(job.job_id)
-        found = await asyncio.to_thread(job_status, job, run_dir, doing=doing)
+        doing, warnings = self.runner.doing(job.job_id), self.runner.warnings(job.job_id)
+        found = await asyncio.to_thread(job_status, job, run_dir, doing=doing, warnings=warnings)
         return JobStatus.model_validate(found)
 
 

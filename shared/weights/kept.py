@@ -119,7 +119,7 @@ class VersionFolders:
             return
         version = manifest.policy_version
         if manifest.delta is None:
-            raise WeightsCorrupt(f"version {version} has neither shards nor changes")
+            raise WeightsCorrupt(f"version {version}: there are neither shards nor changes of it")
         base = StoredVersion.open(root / self.path(manifest.delta.base_version).name)
         if base is None:
             raise WeightsCorrupt(f"version {version}: its base is gone")
