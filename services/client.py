@@ -32,6 +32,7 @@ Command = Literal["cancel", "pause", "resume"]
 _RECONNECT_S = 0.5
 _SILENCE_S = 45.0  # an open stream sends a comment every ten seconds
 _RETRY_STEP_S = 2.0  # what the HTTP client waits at most between two attempts
+_REPORT_S = 60.0  # drawing a report anew takes a core for seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +141,9 @@ class TandemClient:
         return KeptVersions.model_validate(answer)
 
     async def summary(self, job_id: str) -> dict[str, Any]:
-        """summary.json; `HttpFailed` with 404 while it is not written yet."""
-        answer = await self._http.get(f"{self._url}/v1/jobs/{job_id}/summary")
-        return dict(answer)
+        """summary.json as it is now; `HttpFailed` with 404 before the job has begun."""
+        url = f"{self._url}/v1/jobs/{job_id}/summary"
+        return dict(await self._http.get(url, timeout_s=_REPORT_S))
 
     async def num_events(self, job_id: str) -> int:
         """Lines of the job's events so far."""

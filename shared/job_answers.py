@@ -48,7 +48,7 @@ class JobStatus(_Answer):
     doing: str | None
     """What a running job is at, such as 'training step 5'; null unless it runs."""
     warnings: list[str]
-    """What the job does without, one sentence each."""
+    """What the job does without, and a rollback that is on; one sentence each."""
     counts: dict[str, int]
     """Number of groups by state, and by reason as `dropped:no_variance`."""
     last: dict[str, float]

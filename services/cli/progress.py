@@ -59,6 +59,8 @@ class JobView:
                 self.state = str(fields.get("state") or fallback or "finished")
                 self.error = fields.get("error") or fields.get("reason")
                 return f"{self.job_id} {self.state}{f': {self.error}' if self.error else ''}"
+            case "rollback_started" | "rollback_ended" | "rollback_failed":
+                return self._rollback(event.name, fields)
             case (
                 "eval_failed"
                 | "eval_moved"
@@ -79,6 +81,18 @@ class JobView:
             return f"{self.job_id} started"
         goes_on = f"{self.job_id} goes on after step {fields.get('step') or 0}"
         return f"the trainer was restarted; {goes_on}" if was_running else goes_on
+
+    def _rollback(self, name: str, fields: Mapping[str, Any]) -> str:
+        """A step under way still changes which version ends it: the job's status knows."""
+        version, current = fields.get("policy_version"), fields.get("current_version")
+        if name == "rollback_started":
+            return (
+                f"version {version} is served by a rollback: training waits until it is ended "
+                f"(`tandem status {self.job_id}` says how)"
+            )
+        ended = "has ended" if name == "rollback_ended" else f"failed: {fields.get('error')}"
+        goes_on = f"; training goes on with version {current}" if current is not None else ""
+        return f"the rollback to version {version} {ended}{goes_on}"
 
     @property
     def done(self) -> int:

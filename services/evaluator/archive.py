@@ -6,7 +6,7 @@ Everything here blocks. Names come from people: what is no plain file name finds
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +82,25 @@ class Archive:
         }
 
     def _trend(self, found: list[Finished]) -> Trend | None:
-        """Over the problems that all have."""
-        results = [self.samples(one.job_id, one.stem)[1] for one in found]
-        keyed = [{(p.prompt, p.gold): p for p in one if p.samples} for one in results]
+        """Over the problems that all have.
+
+        A version and a seed count once, whoever asked: the samples are the same, and no news.
+        """
+        once: dict[tuple[int, int], tuple[Finished, list[ProblemResult]]] = {}
+        for one in found:
+            header, problems = self.samples(one.job_id, one.stem)
+            key = (header.policy_version, header.seed)
+            if key not in once or len(problems) > len(once[key][1]):
+                once[key] = (one, problems)
+        keyed = [
+            {(p.prompt, p.gold): p for p in problems if p.samples} for _, problems in once.values()
+        ]
         common = [key for key in keyed[0] if all(key in one for one in keyed)]
         if not common:
             return None
         values = [shares([one[key] for key in common], 1) for one in keyed]
-        return trend([one.result["step"] for one in found], np.array(values))
+        line = trend([one.result["step"] for one, _ in once.values()], np.array(values))
+        return line and replace(line, num_repeated=len(found) - len(once))
 
     def _find(self, job_id: str, stem: str) -> Iterator[Finished]:
         for path in self._runs_dir.glob(f"{job_id}/evals/{stem}.json"):

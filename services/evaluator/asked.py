@@ -117,6 +117,10 @@ class RequestStore:
         building.rename(path)
         self._forget_oldest()
 
+    def scratch(self, eval_id: str) -> Path:
+        """A folder for what the evaluation rebuilds; whoever makes it removes it."""
+        return self._folder / f"{eval_id}.rebuilt"
+
     def note_progress(self, eval_id: str, problems_done: int) -> None:
         """In memory alone: the samples themselves say it after a restart."""
         if (asked := self._known.get(eval_id)) is not None:

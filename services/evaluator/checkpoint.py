@@ -8,20 +8,22 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
 from services.evaluator.plan import EvaluationFailed
-from shared.errors import DeadlineExceeded, HttpFailed
+from shared.errors import DeadlineExceeded, HttpFailed, WeightsCorrupt
 from shared.http import HttpClient
 from shared.job import JOB_FILE, Job, expand_path
 from shared.process import free_port
 from shared.tasks import end
 from shared.telemetry import now_s
+from shared.weights.kept import VersionFolders
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 
 HOST = "127.0.0.1"
@@ -42,7 +44,7 @@ class Checkpoint:
     job_id: str
     policy_version: int
     serve_as: str
-    fingerprint: str  # of its files' names, sizes and times: another one is another checkpoint
+    fingerprint: str  # another one is another checkpoint
 
     @classmethod
     def find(cls, path: Path) -> "Checkpoint":
@@ -65,26 +67,56 @@ class Checkpoint:
     @classmethod
     def _published(cls, folder: Path) -> "Checkpoint":
         """`runs/<job>/weights/v<version>`; the run's job names architecture and tokenizer."""
-        job_file = folder.parent.parent / JOB_FILE
+        job_file, kept = folder.parent.parent / JOB_FILE, VersionFolders(folder.parent)
         try:
-            version = Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
+            manifest = (folder / MANIFEST_FILE).read_bytes()
+            version = Manifest.model_validate_json(manifest)
             job = Job.model_validate_json(job_file.read_bytes())
         except (OSError, ValueError) as err:
             raise ValueError(f"{folder} is no version of a run: {err}") from err
+        if kept.path(version.policy_version) != folder:
+            raise ValueError(f"{folder} is no version of a run: it holds {version.policy_version}")
+        try:
+            kept.check(version.policy_version)
+        except WeightsCorrupt as err:
+            raise ValueError(str(err)) from err
         return cls(
             release=expand_path(job.model.rollout_checkpoint),
             weights=folder,
             job_id=version.job_id,
             policy_version=version.policy_version,
             serve_as=job.rollout.weights,
-            fingerprint=_fingerprint(folder),
+            fingerprint=_digest(manifest),  # all its checksums are in there
         )
 
 
 def _fingerprint(folder: Path) -> str:
+    """By its files' names, sizes and times."""
     files = [(one.name, one.stat()) for one in sorted(folder.iterdir()) if one.is_file()]
-    text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
-    return blake2b(text.encode(), digest_size=8).hexdigest()
+    return _digest(json.dumps([(n, stat.st_size, stat.st_mtime_ns) for n, stat in files]).encode())
+
+
+def _digest(text: bytes) -> str:
+    return blake2b(text, digest_size=8).hexdigest()
+
+
+@contextlib.asynccontextmanager
+async def whole(checkpoint: Checkpoint, scratch: Path) -> AsyncIterator[Checkpoint]:
+    """The checkpoint with all its shards: a published version's are copied to `scratch` meanwhile,
+    since its run may keep changes alone, now or before it is loaded."""
+    if checkpoint.weights is None:
+        yield checkpoint
+        return
+    kept = VersionFolders(checkpoint.weights.parent)
+    try:
+        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)  # a killed process's
+        try:
+            copy = await asyncio.to_thread(kept.copy_whole, checkpoint.policy_version, scratch)
+        except WeightsCorrupt as err:
+            raise EvaluationFailed(str(err)) from err
+        yield replace(checkpoint, weights=copy)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextlib.asynccontextmanager

@@ -13,6 +13,7 @@ table{border-collapse:collapse;margin:.5rem 0 1.5rem;width:100%}
 td,th{padding:.25rem .8rem .25rem 0;text-align:left;vertical-align:top}
 th{font-weight:600;border-bottom:1px solid var(--line)}tr+tr td{border-top:1px solid var(--line)}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.name{display:inline-block;min-width:7rem;overflow-wrap:anywhere}
 .good{color:var(--good)}.bad{color:var(--bad)}.weak{color:var(--weak)}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.3rem 0;padding:.6rem .8rem;
 border-left:3px solid var(--line);background:#8881;font-size:.85rem;max-height:28rem;overflow:auto}
@@ -38,6 +39,7 @@ def page(title: str, *parts: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="/assets/icon.svg">'  # the dashboard's, which passes these pages on
         f"<title>{escape(title)} · Tandem</title><style>{STYLE}</style></head>"
         "<body><p><a href='/'>dashboard</a> · <a href='/evals'>evaluations</a></p>"
         f"<h1>{escape(title)}</h1>"
@@ -56,8 +58,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     return f'<div class="wide"><table><tr>{names}</tr>{lines}</table></div>'
 
 
-def link(address: str, text: str) -> Raw:
-    return Raw(f'<a href="{escape(address)}">{escape(text)}</a>')
+def link(address: str, text: str, *, style: str = "") -> Raw:
+    return Raw(f'<a class="{style}" href="{escape(address)}">{escape(text)}</a>')
 
 
 def paragraph(text: str, *, style: str = "") -> str:

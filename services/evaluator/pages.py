@@ -100,7 +100,7 @@ def comparison_page(before: Finished, after: Finished, found: Comparison) -> str
 
 def _judged(before: Finished, after: Finished, found: Comparison) -> list[str]:
     return [
-        Raw(f"<p><b>{_text(VERDICTS[found.verdict])}</b></p>").html,
+        Raw(f"<p><b>{_text(VERDICTS[found.verdict])}.</b></p>").html,
         _changes(found),
         paragraph(HOW_CHANGES_ARE_CALLED, style="weak"),
         _pairs("Gained", "solved at least once now, never before", found.gained, before, after),
@@ -120,12 +120,22 @@ def _unjudged(found: Comparison) -> str:
 def _direction(
     suite: str, versions: Sequence[Finished], line: Trend | None, verdict: Verdict | None
 ) -> str:
-    told = f"{suite}: {describe_trend(line)}" if len(versions) > 1 else suite
-    return f"{told}. First to last: {VERDICTS[verdict]}" if verdict else told
+    if len(versions) == 1:
+        return suite
+    told = f"{suite}: {describe_trend(line)}."
+    return f"{told} First to last: {VERDICTS[verdict]}." if verdict else told
 
 
 def _evaluations(found: Sequence[Finished]) -> str:
-    head = ("before", "after", "evaluation", "#version", "#pass@1", "95 % over problems", "#best k")
+    head = (
+        "before",
+        "after",
+        "evaluation",
+        "#version",
+        "#pass@1",
+        "#95 % over problems",
+        "#best k",
+    )
     more = ("#truncated", "#unparseable", "#tokens", "#problems")
     return table((*head, *more), [_evaluation(one) for one in found])
 
@@ -138,7 +148,7 @@ def _evaluation(one: Finished) -> list[Cell]:
     return [
         _choice("before", one),
         _choice("after", one),
-        link(f"/evals/{quote(one.name)}", one.stem),
+        link(f"/evals/{quote(one.name)}", one.stem, style="name"),
         result["policy_version"],
         percent(result["pass_at_k"]["1"]),
         interval(result["pass_at_1_ci"]),
@@ -176,7 +186,7 @@ def _scores(result: dict[str, Any]) -> str:
 def _budgets(rows: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return ""
-    head = ("#budget", "#pass@1", "95 %", "#truncated", "#pass@1 of the untruncated", "95 %")
+    head = ("#budget", "#pass@1", "#95 %", "#truncated", "#pass@1 of the untruncated", "#95 %")
     lines: list[Sequence[Cell]] = [
         (
             f"{row['budget']:,}",
@@ -251,7 +261,7 @@ def _extracted(sample: GradedSample) -> str:
 
 
 def _changes(found: Comparison) -> str:
-    head = ("", "#before", "#after", "#difference", "95 % over problems")
+    head = ("", "#before", "#after", "#difference", "#95 % over problems")
     rows = [_change(change) for change in found.changes.values()]
     if not found.is_judged:
         return table(head, rows)

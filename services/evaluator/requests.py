@@ -20,7 +20,7 @@ import structlog
 from redis.asyncio import Redis
 
 from services.evaluator.asked import Asked, EvalRequest, EvalStatus, RequestStore
-from services.evaluator.checkpoint import Checkpoint, serving
+from services.evaluator.checkpoint import Checkpoint, serving, whole
 from services.evaluator.plan import EvaluationFailed, Plan, Policy, make_plan, suite_slug
 from services.evaluator.runner import Runner
 from services.evaluator.servers import Address, fixed_server, named_server, reward_servers
@@ -201,13 +201,16 @@ class RequestedEvals:
         if accepted.checkpoint is None:
             yield named_server(self._redis, plan, accepted.replica)
             return
-        async with serving(
-            accepted.checkpoint,
-            self._http,
-            context_length=plan.longest,
-            max_running_requests=plan.max_running_requests,
-            deadline_s=plan.deadline_s,
-        ) as url:
+        async with (
+            whole(accepted.checkpoint, self._store.scratch(plan.eval_id)) as checkpoint,
+            serving(
+                checkpoint,
+                self._http,
+                context_length=plan.longest,
+                max_running_requests=plan.max_running_requests,
+                deadline_s=plan.deadline_s,
+            ) as url,
+        ):
             yield fixed_server(url)
 
     async def _server(self, name: str | None, job_id: str) -> Replica:

@@ -24,6 +24,7 @@ class Trend:
     line: LinearFit
     num_evaluations: int
     num_problems: int
+    num_repeated: int = 0  # evaluations that are not in it: they have the samples of one that is
 
 
 def trend(x_E: Sequence[float], shares_EP: Array) -> Trend | None:
@@ -52,8 +53,10 @@ def describe_trend(found: Trend | None) -> str:
     verdict = "no trend is shown"
     if found.p_value <= LEVEL and not math.isnan(slope.mean):
         verdict = "rising" if slope.mean > 0 else "falling"
+    repeated = f" ({found.num_repeated} with the same samples left out)"
     return (
         f"{verdict}: pass@1 {points[0]:+.1f} points over {found.span:g} steps (95 % interval "
         f"{points[1]:+.1f} to {points[2]:+.1f}, p = {found.p_value:.4f}), by the line through "
         f"{found.num_evaluations} evaluations of {found.num_problems} problems"
+        f"{repeated if found.num_repeated else ''}"
     )

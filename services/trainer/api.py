@@ -47,6 +47,7 @@ SUMMARY = {
     "additionalProperties": True,
 }
 NO_JOB = "there is no such job"
+NO_EVENTS = "there is no such job, or it has not begun"
 FULL = "the disk is full; file and free space are named"
 NOT_FOUND = failures({404: NO_JOB})
 CONFLICT = failures({404: NO_JOB, 409: "the job's state does not allow it", 507: FULL})
@@ -99,8 +100,8 @@ class _State:
 
     async def status(self, job: StoredJob) -> JobStatus:
         run_dir = self.runner.run_dir(job.job_id)
-        doing = self.runner.doing(job.job_id)
-        found = await asyncio.to_thread(job_status, job, run_dir, doing=doing)
+        doing, warnings = self.runner.doing(job.job_id), self.runner.warnings(job.job_id)
+        found = await asyncio.to_thread(job_status, job, run_dir, doing=doing, warnings=warnings)
         return JobStatus.model_validate(found)
 
 
@@ -254,14 +255,12 @@ async def metrics(state: State, job_id: JobId) -> Response:
     response_class=FileResponse,
     responses={
         200: {"description": "one HTML file", "content": {"text/html": TEXT}},
-        **failures({404: "there is no such job, or no report of it yet"}),
+        **failures({404: NO_EVENTS}),
     },
 )
 async def report(state: State, job_id: JobId) -> FileResponse:
     """The run as a page. Of a job in progress as it is now, made anew at most twice a minute."""
-    is_running = state.job(job_id).state == "running"
-    await state.runner.reports.refresh(state.runner.run_dir(job_id), is_running=is_running)
-    return _file(state, job_id, REPORT_FILE, "text/html")
+    return await _reported(state, job_id, REPORT_FILE, "text/html")
 
 
 @router.get(
@@ -269,12 +268,12 @@ async def report(state: State, job_id: JobId) -> FileResponse:
     response_class=FileResponse,
     responses={
         200: {"description": "summary.json", "content": {"application/json": {"schema": SUMMARY}}},
-        **failures({404: "there is no such job, or it has not ended"}),
+        **failures({404: NO_EVENTS}),
     },
 )
 async def summary(state: State, job_id: JobId) -> FileResponse:
-    """What came of it in numbers, once it has ended."""
-    return _file(state, job_id, SUMMARY_FILE, "application/json")
+    """The report's numbers, as new as the report; `state` says whether the job has ended."""
+    return await _reported(state, job_id, SUMMARY_FILE, "application/json")
 
 
 @router.get("/servers", responses=failures({503: NO_BROKER}))
@@ -333,11 +332,14 @@ async def _asked(state: _State, job_id: str, what: str, job_then: Job | None = N
     return await state.status(job)
 
 
-def _file(state: _State, job_id: str, name: str, media_type: str) -> FileResponse:
-    state.job(job_id)
-    path = state.runner.run_dir(job_id) / name
+async def _reported(state: _State, job_id: str, name: str, media_type: str) -> FileResponse:
+    """A file that comes with the report, which is made anew if it has aged."""
+    is_running = state.job(job_id).state == "running"
+    run_dir = state.runner.run_dir(job_id)
+    await state.runner.reports.refresh(run_dir, is_running=is_running)
+    path = run_dir / name
     if not path.is_file():
-        raise HTTPException(404, f"{name} of {job_id} is written when the job ends")
+        raise HTTPException(404, f"there is no {name} of {job_id} yet")
     return FileResponse(path, media_type=media_type)
 
 

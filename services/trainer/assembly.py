@@ -69,6 +69,12 @@ class Parts:
     metrics: MetricsFile
     profiler: Profiler
 
+    @property
+    def doing(self) -> str:
+        """What the job is at, in words for people."""
+        told = (self.rollback.doing, self.progress.doing)
+        return ", ".join(one for one in told if one)
+
     def close(self) -> None:
         """The run's files, each whatever the others say."""
         with ExitStack() as files:
@@ -175,7 +181,7 @@ def assemble(
         exporter=exporter,
         evals=evals,
         publisher=publisher,
-        rollback=Rollback(publisher, store, **own),
+        rollback=Rollback(publisher, store, job_id=job_id, **own),
         feeder=feeder,
         collector=collector,
         watch=watch,

@@ -68,6 +68,7 @@ class Conductor:
             await p.watch.audit()
             while p.progress.steps_left:
                 self._obey_pause()
+                p.progress.doing = f"waiting to begin step {p.progress.step + 1}"
                 await self._unless_paused(p.rollback.wait())
                 await p.profiler.at_step(p.progress.step, self._announce)
                 await self._step()

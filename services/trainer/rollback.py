@@ -25,12 +25,14 @@ class Rollback:
         publisher: Publisher,
         store: VersionStore,
         *,
+        job_id: str,
         books: Books,
         record: EventLog,
         events: EventMaker,
     ) -> None:
         self._publisher = publisher
         self._store = store
+        self._job_id = job_id
         self._books = books
         self._record = record
         self._events = events
@@ -41,6 +43,24 @@ class Rollback:
     @property
     def is_on(self) -> bool:
         return not self._ended.is_set()
+
+    @property
+    def doing(self) -> str | None:
+        """What servers do instead of sampling for training, and how that ends; None without one."""
+        if not self.is_on:
+            return None
+        current = self._publisher.current
+        end = f"`tandem weights rollback {self._job_id} --to {current}` ends it"
+        until = "a version is published again" if current is None else end
+        version = self._publisher.rolled_back_to
+        return f"serving version {version} by a rollback (training waits until {until})"
+
+    @property
+    def warnings(self) -> list[str]:
+        if not self.is_on:
+            return []
+        version = self._publisher.rolled_back_to
+        return [f"version {version} is served by a rollback: training waits until it is ended"]
 
     def restore(self) -> None:
         """Take up what an earlier process was asked for; before anything is published."""
@@ -66,10 +86,13 @@ class Rollback:
             if version not in kept:
                 raise LookupError(f"version {version} is not kept; kept are {kept}")
             await asyncio.to_thread(self._store.check, version)
-        await self._serve(None if version == current else version)
-        log.warning("rolled_back", policy_version=version, current=current)
-        fields = {"policy_version": version, "current_version": current}
-        self._record.note(self._events("rolled_back", **fields))
+        if version != current:
+            await self._serve(version)
+            self._note("rollback_started", version)
+        elif self.is_on:
+            served = self._publisher.rolled_back_to
+            await self._serve(None)
+            self._note("rollback_ended", served)
 
     async def _serve(self, target: int | None) -> None:
         self._books.keep_note(NOTE, "" if target is None else str(target))
@@ -86,9 +109,13 @@ class Rollback:
 
     def _note_failed(self, version: int, error: str) -> None:
         self._books.keep_note(NOTE, "")
-        fields = {"current_version": self._publisher.current, "error": error}
-        log.warning("rollback_failed", policy_version=version, **fields)
-        self._record.note(self._events("rollback_failed", policy_version=version, **fields))
+        self._note("rollback_failed", version, error=error)
+
+    def _note(self, name: str, version: int | None, **more: str) -> None:
+        """`version` is the older one."""
+        fields = {"policy_version": version, "current_version": self._publisher.current, **more}
+        log.warning(name, **fields)
+        self._record.note(self._events(name, **fields))
 
     async def wait(self) -> None:
         """Until the current version is the one to serve."""

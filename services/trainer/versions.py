@@ -17,21 +17,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import structlog
-from pydantic import ValidationError
-
 from shared.errors import WeightsCorrupt
+from shared.weights.kept import CHANGES_ONLY, VersionFolders
 from shared.weights.manifest import MANIFEST_FILE, Manifest, delta_file, shard_file
 from shared.weights.protocol import Probe
 from shared.weights.shard_server import Kind
-from shared.weights.stored import StoredVersion, rebuild_shard
-
-log = structlog.get_logger()
 
 PROBE_FILE = "probe.json"
 EFFECTIVE_FILE = "effective.txt"
-CHANGES_ONLY = "changes_only"
 MAX_CHAIN = 8
 
 
@@ -46,17 +39,13 @@ class StoredSize:
     effective_checksum: str | None  # None before a server has served it
 
 
-class VersionStore:
+class VersionStore(VersionFolders):
     def __init__(self, run_dir: Path) -> None:
-        self._root = run_dir / "weights"
+        super().__init__(run_dir / "weights")
         self._root.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()  # of what changes a finished version
-        self._bases: dict[int, int | None] = {}
         self._tidied: object = None
         self._lent: Counter[int] = Counter()
-
-    def path(self, version: int) -> Path:
-        return self._root / f"v{version:08d}"
 
     def fresh_path(self, version: int) -> Path:
         """Where to export `version`; what an interrupted export left there is removed."""
@@ -80,26 +69,6 @@ class VersionStore:
         published = self.manifest(version)
         other = Manifest.model_validate_json((path / MANIFEST_FILE).read_bytes())
         return published is not None and _checksums(published) == _checksums(other)
-
-    def versions(self) -> list[int]:
-        """Finished versions, oldest first."""
-        return sorted(int(path.parent.name[1:]) for path in self._root.glob(f"v*/{MANIFEST_FILE}"))
-
-    def manifest(self, version: int) -> Manifest | None:
-        """None for a version that is unfinished or gone, or whose manifest cannot be read."""
-        path = self.path(version) / MANIFEST_FILE
-        try:
-            return Manifest.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValidationError as err:
-            log.warning("manifest_unreadable", path=str(path), error=err.errors()[0]["msg"])
-            return None
-
-    def is_whole(self, version: int) -> bool:
-        """Whether its shards can be pulled as they are."""
-        path = self.path(version)
-        return (path / MANIFEST_FILE).exists() and not (path / CHANGES_ONLY).exists()
 
     def newest_whole(self) -> int | None:
         """What the next version's changes are made against."""
@@ -134,18 +103,6 @@ class VersionStore:
             for v in self.versions()
         ]
 
-    def check(self, version: int) -> None:
-        """WeightsCorrupt names the file for want of which the version cannot be had."""
-        for one in self._chain(version) or [version]:
-            manifest = self.manifest(one)
-            if manifest is None:
-                path = self.path(one) / MANIFEST_FILE
-                raise WeightsCorrupt(f"version {version} cannot be had: {path} is unreadable")
-            for index in range(len(manifest.shards)) if not self.is_whole(one) else ():
-                shard, changes = (self.path(one) / name(index) for name in (shard_file, delta_file))
-                if not shard.exists() and not changes.exists():
-                    raise WeightsCorrupt(f"version {version} cannot be had: {changes} is missing")
-
     def restore(self, version: int) -> None:
         """Have the shards of a finished version again.
 
@@ -155,7 +112,7 @@ class VersionStore:
         """
         with self._lock:
             self.check(version)
-            chain = self._chain(version)
+            chain = self.chain(version)
             for one in reversed(chain):
                 try:
                     self._rebuild(one)
@@ -240,53 +197,29 @@ class VersionStore:
                 return kept
             window = [one for one in window if one != spare[0]]
 
-    def _chain(self, version: int) -> list[int]:
-        """Versions to rebuild for `version`, itself first; none if it is whole."""
-        chain: list[int] = []
-        at: int | None = version
-        while at is not None and not self.is_whole(at):
-            if not (self.path(at) / MANIFEST_FILE).exists():
-                raise WeightsCorrupt(f"version {version} is built on version {at}, which is gone")
-            chain.append(at)
-            at = self._base(at)
-        return chain
-
     def _foundation(self, version: int) -> list[int]:
-        """What the version is rebuilt from, the whole one that the chain ends on last."""
+        """What the version is rebuilt from, itself included; whoever asks for one that cannot be
+        rebuilt is told."""
         try:
-            chain = self._chain(version)
+            return self.made_of(version)
         except WeightsCorrupt:
-            return []  # whoever asks for the version is told
-        base = self._base(chain[-1]) if chain else None
-        return chain if base is None else [*chain, base]
+            return []
 
     def _rebuild(self, version: int) -> None:
         manifest, path = self.manifest(version), self.path(version)
-        if manifest is None or manifest.delta is None:
-            raise WeightsCorrupt(f"version {version}: {path} has neither shards nor changes")
-        base = StoredVersion.open(self.path(manifest.delta.base_version))
-        if base is None:
-            raise WeightsCorrupt(f"version {version}: its base is gone")
-        for index in range(len(manifest.shards)):
-            target = path / shard_file(index)
-            if not target.exists():
-                changes = np.fromfile(path / delta_file(index), np.uint8)
-                scratch = target.with_suffix(".tmp")
-                rebuild_shard(base, manifest, index, changes).tofile(scratch)
-                scratch.rename(target)
+        assert manifest is not None  # it was checked
+        targets = [path / shard_file(index) for index in range(len(manifest.shards))]
+        gone = [index for index, target in enumerate(targets) if not target.exists()]
+        for index, shard in self._rebuilt(manifest, gone, self._root):
+            scratch = targets[index].with_suffix(".tmp")
+            shard.tofile(scratch)
+            scratch.rename(targets[index])
 
     def _keep_changes_only(self, version: int) -> None:
         path = self.path(version)
         (path / CHANGES_ONLY).touch()
         for changes in path.glob("delta-*.bin"):
             (path / changes.name.replace("delta-", "shard-")).unlink(missing_ok=True)
-
-    def _base(self, version: int) -> int | None:
-        if version not in self._bases:
-            manifest = self.manifest(version)
-            delta = None if manifest is None else manifest.delta
-            self._bases[version] = None if delta is None else delta.base_version
-        return self._bases[version]
 
     def _bytes(self, version: int) -> int:
         """Others write and delete meanwhile: a file that is listed may be gone."""

@@ -15,13 +15,14 @@ from services.trainer.preflight.findings import PreflightRefused
 from services.trainer.prompts import NoPromptFits
 from services.trainer.rollback import NOTE
 from services.trainer.servers import MAX_REFUSALS
-from services.trainer.versions import CHANGES_ONLY, VersionStore
+from services.trainer.versions import VersionStore
 from shared import topology
 from shared.dead_letters import requeue_dead
 from shared.errors import Rejected, WeightsCorrupt
 from shared.messages import Outcome, PromptGroup, RolloutGroup, Score
 from shared.streams import Consumer, publish
 from shared.tasks import end
+from shared.weights.kept import CHANGES_ONLY
 from shared.weights.manifest import shard_file
 from tests.integration.conductor_world import (
     JOB_ID,
@@ -506,12 +507,18 @@ async def test_rolled_back_job_serves_the_old_version_and_waits(
         assert len({server.weights[2] for server in (*servers, late)} | {before[2]}) == 1
         assert len(world.history) == trained
         assert again.parts.publisher.current is not None
+        await until(lambda: again.parts.doing.endswith(f", waiting to begin step {trained + 1}"))
+        end = f"`tandem weights rollback {JOB_ID} --to {again.parts.publisher.current}` ends it"
+        assert f"serving version 2 by a rollback (training waits until {end})" in again.parts.doing
         await again.parts.rollback.to(again.parts.publisher.current)
         await asyncio.wait_for(running, 40)
         await again.close("finished")
         check_books(world).close()
         assert [step for step, _ in world.history] == [1, 2, 3, 4, 5, 6]
-        assert [event["policy_version"] for event in world.events("rolled_back")] == [2, trained]
+        for name, current in (("rollback_started", 3), ("rollback_ended", trained)):
+            (event,) = world.events(name)
+            assert event["policy_version"] == 2
+            assert event["current_version"] >= current
         assert any(event["is_rollback"] for event in world.events("update_committed"))
 
 

@@ -21,16 +21,20 @@ import pytest
 import pytest_asyncio
 from fastapi import FastAPI, HTTPException
 from redis.asyncio import Redis
+from safetensors.torch import load_file
 
 from services.evaluator import worker
 from services.evaluator.app import create_app, workers
 from services.evaluator.asked import RequestStore
 from services.evaluator.config import EvaluatorConfig, RunnerConfig
 from services.evaluator.samples import read_samples
+from services.trainer.shard_writer import ShardWriter
+from services.trainer.versions import VersionStore
 from shared import topology
 from shared.environment import ENVIRONMENT_EVENT
+from shared.errors import HttpFailed
 from shared.http import HttpClient
-from shared.job import Job
+from shared.job import JOB_FILE, Job
 from shared.messages import EvalRequested, Event, JobAnnounced, Outcome, Score, Unparseable
 from shared.process import free_port
 from shared.redis import create_redis
@@ -38,6 +42,8 @@ from shared.registry import LEASE_S, Replica, register, unregister
 from shared.streams import Consumer, announce, backlog, publish, read_from
 from shared.tasks import end
 from shared.telemetry import counter, now_s
+from shared.weights.manifest import MANIFEST_FILE, Manifest, shard_file
+from shared.weights.stored import StoredVersion
 from tests.integration.own_broker import running_broker
 from tests.served import served
 
@@ -662,6 +668,69 @@ async def test_bare_checkpoint_is_evaluated_and_the_same_request_repeats_nothing
     header, results = read_samples(next(samples.glob("c*.sums.jsonl")))
     assert (header.budgets, len(results)) == ([8], 3)
     assert stage.rollout.requests == []
+
+
+async def test_a_version_that_is_kept_as_changes_is_evaluated_and_its_run_left_alone(
+    stage: Stage,
+) -> None:
+    job = await stage.announce_job()
+    assert job.eval is not None
+    await stage.register()
+    run = stage.tmp_path / "runs" / JOB_ID
+    store = published(run, versions=3)
+    (run / JOB_FILE).write_text(job.model_dump_json())
+    assert [store.is_whole(version) for version in (0, 1, 2)] == [True, False, True]
+    before = sorted(path for path in run.rglob("*"))
+    body = {
+        "suite": "lengths",
+        "data": {"path": job.eval.data.path},
+        "samples_per_problem": 1,
+        "max_response_tokens": 8,
+        "grader": "arithmetic",
+        "context_length": 40,
+        "deadline_s": 50.0,
+        "checkpoint": str(store.path(1)),
+    }
+    async with stage.evaluator() as running, HttpClient() as http:
+        url = f"{running.url}/v1/evals"
+        accepted = await http.post(url, body)
+        status = await ended(http, f"{url}/{accepted['eval_id']}", within_s=50)
+        assert status["state"] == "finished", status["error"]
+        assert status["result"]["policy_version"] == 1
+        store.restore(1)  # another moment's whole version is the same checkpoint
+        again = await http.post(url, body)
+        assert again["eval_id"] == accepted["eval_id"]
+        await ended(http, f"{url}/{accepted['eval_id']}", within_s=50)
+        VersionStore(run).tidy({2}, keep_last=9, keep_bytes=2**40)
+        (store.path(0) / shard_file(0)).unlink()
+        words = r"v00000000/shard-00000.bin is missing; whole versions: 2"
+        with pytest.raises(HttpFailed, match=words) as refused:
+            await http.post(url, body)
+        assert refused.value.status == 422
+    left = {path for path in run.rglob("*") if path.relative_to(run).parts[0] != "evals"}
+    assert left == set(before) - {store.path(0) / shard_file(0)}
+    assert not list((stage.tmp_path / "runs" / "_evals").rglob("*.rebuilt"))
+
+
+def published(run: Path, *, versions: int) -> VersionStore:
+    """Versions of the tiny release as a run keeps them, the same but for one tensor."""
+    store, tensors = VersionStore(run), load_file("assets/tiny-dsv4/model.safetensors")
+    for version in range(versions):
+        tensors["norm.weight"] = tensors["norm.weight"] * 1.5
+        base, path = store.newest_whole(), store.fresh_path(version)
+        against = None if base is None else StoredVersion.open(store.path(base))
+        with ShardWriter(path, 2**24, base=against) as writer:
+            writer.add(tensors)
+        manifest = Manifest(
+            job_id=JOB_ID,
+            policy_version=version,
+            shards=writer.shards,
+            tensors=writer.tensors,
+            delta=writer.delta(),
+        )
+        (path / MANIFEST_FILE).write_text(manifest.model_dump_json())
+        store.tidy({version}, keep_last=9, keep_bytes=2**40)
+    return store
 
 
 @pytest.mark.parametrize(

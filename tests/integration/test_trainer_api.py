@@ -27,10 +27,11 @@ from services.trainer.collector import Collector
 from services.trainer.conductor import Conductor
 from services.trainer.config import ConductorConfig, TrainerConfig
 from services.trainer.disk import Unwritable
-from services.trainer.jobs import runner
+from services.trainer.jobs import reports, runner
 from services.trainer.jobs.store import JobStore, StoredJob
 from services.trainer.keeper import RankKeeper, StartRanks, StepRefused
 from services.trainer.recording import RECORDING_FILE, Recording
+from services.trainer.rollback import NOTE
 from services.trainer.steps import EndState
 from shared import topology
 from shared.data import hub
@@ -428,6 +429,23 @@ async def test_the_report_of_a_paused_job_says_so_when_it_is_cancelled(trainer: 
     assert (await trainer.http.get(f"/v1/jobs/{job_id}/summary")).json()["state"] == "cancelled"
 
 
+async def test_the_summary_of_a_running_job_is_as_new_as_its_report(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "AGE_S", 0.0)
+    job_id = await trainer.submit()
+    summary = await trainer.until_ok("GET", f"/v1/jobs/{job_id}/summary")
+    assert summary.json()["state"] == "unfinished"
+    parts = trainer.app.state.runner.active.parts
+    parts.record.note(parts.events("pairs_skipped", number=3, limit=5))
+    summary = await trainer.http.get(f"/v1/jobs/{job_id}/summary")
+    assert any("3 warm-up pairs were skipped" in one for one in summary.json()["warnings"])
+    await trainer.http.post(f"/v1/jobs/{job_id}/cancel")
+    await trainer.until_state(job_id, "cancelled")
+    summary = await trainer.http.get(f"/v1/jobs/{job_id}/summary")
+    assert summary.json()["state"] == "cancelled"
+
+
 @pytest.fixture
 def endless_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """From the second time on a data set is downloaded for ever; the file has the child's id."""
@@ -799,7 +817,15 @@ async def test_kept_versions_are_told_and_an_unknown_one_is_refused(trainer: Tra
         "version 9 is not kept; kept are [0]",
     )
     assert (await trainer.http.post(back, json={"to": -1})).status_code == 422
+    parts = trainer.app.state.runner.active.parts
+    parts.books.keep_note(NOTE, "0")
+    parts.rollback.restore()
+    status = (await trainer.http.get(f"/v1/jobs/{job_id}")).json()
+    assert status["doing"].startswith("serving version 0 by a rollback (training waits until ")
+    assert "version 0 is served by a rollback: training waits" in status["warnings"][-1]
     assert (await trainer.http.post(back, json={"to": 0})).status_code == 202
+    status = (await trainer.http.get(f"/v1/jobs/{job_id}")).json()
+    assert "rollback" not in f"{status['doing']} {status['warnings']}"
     await trainer.http.post(f"/v1/jobs/{job_id}/cancel")
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.versions import CHANGES_ONLY, restore_version
+from services.trainer.versions import restore_version
 from shared.models.deepseek_v4.headers import CheckpointInvalid, read_headers
+from shared.weights.kept import CHANGES_ONLY
 from shared.weights.manifest import MANIFEST_FILE, Manifest, shard_file
 
 DTYPES: dict[str, torch.dtype] = {

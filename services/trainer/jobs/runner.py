@@ -186,8 +186,15 @@ class JobRunner:
         """What a job that runs is at, and what a wish for it waits for."""
         active = self.active
         if active is not None and active.parts.job_id == job_id:
-            return active.parts.progress.doing
+            return active.parts.doing
         return self._early.get(job_id)
+
+    def warnings(self, job_id: str) -> list[str]:
+        """What somebody has to end before a job that runs can go on."""
+        active = self.active
+        if active is not None and active.parts.job_id == job_id:
+            return active.parts.rollback.warnings
+        return []
 
     async def _stored(self, write: Callable[[], object], stop: asyncio.Event) -> bool:
         """Once the disk of the queue takes it. False when we are stopped before: the next process

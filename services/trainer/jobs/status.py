@@ -1,5 +1,6 @@
 """One job for people: where it is and what its last step was like."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ LAST = {
 }
 
 
-def job_status(job: StoredJob, run_dir: Path, *, doing: str | None) -> dict[str, Any]:
+def job_status(
+    job: StoredJob, run_dir: Path, *, doing: str | None, warnings: Sequence[str]
+) -> dict[str, Any]:
     """The answer of `GET /v1/jobs/{id}`."""
     return {
         "job_id": job.job_id,
@@ -27,7 +30,7 @@ def job_status(job: StoredJob, run_dir: Path, *, doing: str | None) -> dict[str,
         "error": job.error,
         "wish": job.wish,
         "doing": doing if job.state == "running" else None,
-        "warnings": job.job.warnings,
+        "warnings": [*job.job.warnings, *warnings],
         **_progress(run_dir / BOOKS_FILE),
     }
 

@@ -301,9 +301,17 @@ def _warnings(run: RunEvents, job: dict[str, Any], curves: Curves) -> list[str]:
             f"{told.get('number')} warm-up pairs were skipped: their prompts have more than "
             f"{told.get('limit')} tokens"
         )
+    if (version := _rolled_back_to(run)) is not None:
+        found.append(f"the rollback to version {version} has not been ended: no step begins before")
     if run.num_unreadable:
         found.append(f"{run.num_unreadable} of {run.num_lines} event lines could not be read")
     return found
+
+
+def _rolled_back_to(run: RunEvents) -> int | None:
+    told = [event for event in run.events if event.name.startswith("rollback_")]
+    is_on = told and told[-1].name == "rollback_started"
+    return int(told[-1].fields["policy_version"]) if is_on else None
 
 
 def _finite(values: Curve) -> Curve:

@@ -97,6 +97,22 @@ def test_an_evaluation_that_is_none_is_shown_as_such() -> None:
     assert "pass@1" in str(JobView("demo-1").apply(event("eval_finished", eval_id="x")))
 
 
+def test_a_rollback_is_told_when_it_begins_and_when_it_ends() -> None:
+    view = JobView("demo-1")
+    versions = {"policy_version": 1, "current_version": 5}
+    told = [
+        view.apply(event("rollback_started", **versions)),
+        view.apply(event("rollback_ended", **versions)),
+        view.apply(event("rollback_failed", **versions, error="refused")),
+    ]
+    assert told == [
+        "version 1 is served by a rollback: training waits until it is ended "
+        "(`tandem status demo-1` says how)",
+        "the rollback to version 1 has ended; training goes on with version 5",
+        "the rollback to version 1 failed: refused; training goes on with version 5",
+    ]
+
+
 def test_an_unknown_event_tells_nothing() -> None:
     assert JobView("demo-1").apply(event("group_sampled", group_id="a")) is None
 

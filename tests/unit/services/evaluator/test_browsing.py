@@ -29,9 +29,11 @@ def keep(
     prompt: str = "p",
     suite: str = "tiny",
     temperature: float = 1.0,
+    stem: str = "",
+    seed: int = 0,
 ) -> str:
     """One evaluation of twelve problems, eight samples each, as an evaluator leaves it."""
-    stem = f"v{version:08d}"
+    stem = stem or f"v{version:08d}"
     like = make_plan(12, 8)
     prompts = [f"{prompt} {problem.row} {HOSTILE}" for problem in like.problems]
     plan = replace(
@@ -45,6 +47,7 @@ def keep(
         suite=suite,
         policy_version=version,
         step=version,
+        seed=seed,
         budgets=[4],
         sampling=SamplingParams(max_response_tokens=8, temperature=temperature),
     )
@@ -103,8 +106,26 @@ def test_index_shows_every_evaluation_and_where_a_run_is_going(
         "rising: pass@1 +50.0 points over 20 steps (95 % interval +50.0 to +50.0, p = 0.00" in page
     )
     assert "First to last: wider coverage: problems are solved now" in page
+    assert "that eight samples did not solve before.</p>" in page
+    assert "by the line through 3 evaluations of 12 problems." in page
+    assert '<td class="n">[50.0%, 50.0%]</td>' in page
+    assert '<link rel="icon" href="/assets/icon.svg">' in page
     assert "Coverage is wider where pass@8 rose" in page
     assert HOSTILE not in page
+
+
+def test_a_version_counts_once_for_each_seed(client: TestClient, tmp_path: Path) -> None:
+    """Whoever asked for it again: the job, the command line, somebody over REST."""
+    for version, num_right in ((0, 1), (10, 2), (20, 4)):
+        keep(tmp_path, version=version, num_right=num_right)
+    alone = client.get("/evals").text.split(", by the line")[0].split("tiny: ")[1]
+    for stem in ("c1.tiny", "c2.tiny"):
+        keep(tmp_path, version=0, num_right=1, stem=stem)
+    page = client.get("/evals").text
+    told = "by the line through 3 evaluations of 12 problems (2 with the same samples left out)."
+    assert f"tiny: {alone}, {told}" in page
+    keep(tmp_path, version=20, num_right=5, stem="c3.tiny", seed=1)
+    assert "the line through 4 evaluations of 12 problems (2 with" in client.get("/evals").text
 
 
 def test_an_evaluation_leads_to_each_problem_and_its_samples(

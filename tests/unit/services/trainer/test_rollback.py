@@ -11,6 +11,7 @@ from services.trainer.events import EventLog, event_maker
 from services.trainer.publisher import Publisher
 from services.trainer.rollback import Rollback
 from services.trainer.versions import VersionStore
+from shared.messages import Event
 
 
 async def test_a_version_that_is_only_being_exported_is_no_way_back(tmp_path: Path) -> None:
@@ -19,24 +20,37 @@ async def test_a_version_that_is_only_being_exported_is_no_way_back(tmp_path: Pa
 
     async def roll_back(version: int | None) -> None:
         targets.append(version)
+        publisher.rolled_back_to = version
 
-    publisher = SimpleNamespace(current=2, roll_back=roll_back)
+    publisher = SimpleNamespace(current=2, rolled_back_to=None, roll_back=roll_back)
     store = SimpleNamespace(versions=lambda: [1, 2, 3], check=lambda version: None)
-    record: Any = SimpleNamespace(note=lambda event: None)
+    told: list[Event] = []
+    record: Any = SimpleNamespace(note=told.append)
     books = Books(tmp_path / "books.sqlite")
     rollback = Rollback(
         cast(Publisher, publisher),
         cast(VersionStore, store),
+        job_id="job",
         books=books,
         record=cast(EventLog, record),
         events=event_maker("job", "trainer"),
     )
     with pytest.raises(LookupError, match=r"version 3 is not kept; kept are \[1, 2\]"):
         await rollback.to(3)
-    assert not rollback.is_on
+    await rollback.to(2)  # of which there is none to end
+    assert (rollback.is_on, rollback.doing, rollback.warnings, told) == (False, None, [], [])
     await rollback.to(1)
     assert rollback.is_on
+    assert rollback.doing == (
+        "serving version 1 by a rollback (training waits until "
+        "`tandem weights rollback job --to 2` ends it)"
+    )
+    assert len(rollback.warnings) == 1
     await rollback.to(2)
-    assert not rollback.is_on
+    assert (rollback.is_on, rollback.doing, rollback.warnings) == (False, None, [])
+    assert [(event.name, event.fields) for event in told] == [
+        ("rollback_started", {"policy_version": 1, "current_version": 2}),
+        ("rollback_ended", {"policy_version": 1, "current_version": 2}),
+    ]
     assert targets == [1, None]
     books.close()

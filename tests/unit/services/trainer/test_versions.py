@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from services.trainer.convert.flat_files import read_extent, version_extents
 from services.trainer.shard_writer import ShardWriter
 from services.trainer.versions import MAX_CHAIN, VersionStore
 from shared.errors import WeightsCorrupt
+from shared.weights.kept import VersionFolders
 from shared.weights.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -120,6 +122,38 @@ def test_an_old_version_is_rebuilt_for_a_conversion(tmp_path: Path) -> None:
     assert not store.is_whole(2)
     (extent,) = version_extents(store.path(2)).values()
     assert read_extent(extent).numpy().tobytes() == contents[2]
+
+
+def test_a_copy_is_whole_and_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    """Also once the run has deleted what the copy was made of."""
+    store, contents = VersionStore(tmp_path / "run"), {}
+    for version in range(5):
+        contents[version] = publish(store, version)
+        tidy(store, {version}, keep_last=50)
+    before = files(tmp_path / "run")
+    kept = VersionFolders(tmp_path / "run" / "weights")
+    copies = {one: kept.copy_whole(one, tmp_path / str(one)) for one in (0, 3, 4)}
+    assert files(tmp_path / "run") == before
+    shutil.rmtree(tmp_path / "run")
+    for version, folder in copies.items():
+        assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+        (extent,) = version_extents(folder).values()
+        assert read_extent(extent).numpy().tobytes() == contents[version]
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_missing_of_a_version_is_named_beside_those_that_are_whole(tmp_path: Path) -> None:
+    store = kept_as_changes(tmp_path)
+    (store.path(2) / delta_file(0)).unlink()
+    with pytest.raises(WeightsCorrupt, match=r"00002/delta.* missing; whole versions: 0, 4"):
+        store.copy_whole(3, tmp_path / "copy")
+    (store.path(0) / shard_file(0)).unlink()
+    with pytest.raises(WeightsCorrupt, match=r"00000/shard.* missing; whole versions: 4$"):
+        store.copy_whole(1, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
 
 
 def test_the_oldest_go_when_all_take_too_many_bytes(tmp_path: Path) -> None:

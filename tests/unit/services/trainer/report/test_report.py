@@ -222,6 +222,16 @@ def test_what_a_job_cuts_off_is_warned_about(run: Run) -> None:
     assert "3 warm-up pairs were skipped: their prompts have more than 56 tokens" in warnings
 
 
+@pytest.mark.parametrize("end", [None, "rollback_ended", "rollback_failed"])
+def test_a_rollback_that_is_on_is_warned_about(run: Run, end: str | None) -> None:
+    run.add("job_started", job=JOB)
+    run.add("rollback_started", policy_version=0, current_version=3)
+    if end:
+        run.add(end, policy_version=0, current_version=3)
+    warning = "the rollback to version 0 has not been ended: no step begins before"
+    assert (warning in run.summary().warnings) == (end is None)
+
+
 def test_no_trend_is_claimed_when_the_interval_includes_zero(run: Run) -> None:
     for step, reward in enumerate([0.3, 0.5, 0.2, 0.4, 0.35, 0.3], start=1):
         run.step(step, reward=reward, delta=0.01)
