@@ -322,7 +322,7 @@ class Books:
             )
 
     def hold_eval(self, record: EvalRecord, event: Event) -> None:
-        """Another server is held for the evaluation, or another deadline holds."""
+        """A server, or another one, is held for the evaluation until its deadline."""
         with self._writing():
             self._db.execute(
                 "UPDATE evals SET replica = ?, deadline_s = ? WHERE eval_id = ?",

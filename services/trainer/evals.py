@@ -5,6 +5,7 @@ lease      due ──> a server serves the version ──> hold it, ask for the 
                                                      └── it is gone for good: hold another
 dedicated  due ──> one server is always held, at the version of the first open evaluation, which
                    is asked for, and between them at the last one's: training waits for nothing
+                   (the only server there is is held for open ones alone)
 
 What is due stands in the books before it has a server, so whoever takes the job up finds it there.
 """
@@ -137,6 +138,8 @@ class Evaluations:
             if time.monotonic() > self._look_at_s:
                 self._look_at_s = time.monotonic() + LOOK_S
                 await self._look_for_lost()
+            if self._last is not None and publisher.names == [self._last.replica]:
+                await self._let_go()  # training has no other server
             for eval_id in list(self._open):
                 if (asked := self._open.get(eval_id)) is None:
                     continue  # answered while we saw to another
@@ -152,8 +155,13 @@ class Evaluations:
     async def wait_all(self) -> None:
         """Until no evaluation is open; their deadlines bound it. Then nothing is held any more."""
         await self._until(lambda: not self._open)
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        """Hold no server between evaluations."""
         self._last = None
         await self.announce()
+        self.on_hold()
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():

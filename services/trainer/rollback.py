@@ -80,27 +80,27 @@ class Rollback:
         LookupError if it is not kept any more, WeightsCorrupt names a file of it that is missing.
         """
         current = self._publisher.current
+        if version == current:
+            if self.is_on:
+                served = self._publisher.rolled_back_to
+                await self._serve(None)
+                self._note("rollback_ended", served)
+            return
         # One above it is only being exported: it has no probe yet, and publishing it ends nothing.
         kept = [one for one in self._store.versions() if current is None or one <= current]
-        if version != current:
-            if version not in kept:
-                raise LookupError(f"version {version} is not kept; kept are {kept}")
-            await asyncio.to_thread(self._store.check, version)
-        if version != current:
-            await self._serve(version)
-            self._note("rollback_started", version)
-        elif self.is_on:
-            served = self._publisher.rolled_back_to
-            await self._serve(None)
-            self._note("rollback_ended", served)
+        if version not in kept:
+            raise LookupError(f"version {version} is not kept; kept are {kept}")
+        await asyncio.to_thread(self._store.check, version)
+        await self._serve(version)
+        self._note("rollback_started", version)
 
     async def _serve(self, target: int | None) -> None:
         self._books.keep_note(NOTE, "" if target is None else str(target))
+        if target is not None:
+            self._ended.clear()  # first: servers may go there although the call fails
         await self._publisher.roll_back(target)
         if target is None:
             self._ended.set()
-        else:
-            self._ended.clear()
 
     async def _give_up(self, error: str) -> None:
         if (version := self._publisher.rolled_back_to) is not None:

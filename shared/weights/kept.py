@@ -75,7 +75,8 @@ class VersionFolders:
         at: int | None = version
         while at is not None and not self.is_whole(at):
             if not (self.path(at) / MANIFEST_FILE).exists():
-                raise WeightsCorrupt(f"version {version} is built on version {at}, which is gone")
+                built = "" if at == version else f"built on version {at}, which is "
+                raise WeightsCorrupt(f"version {version} is {built}gone")
             chain.append(at)
             at = self._base(at)
         return chain

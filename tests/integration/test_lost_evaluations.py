@@ -336,6 +336,25 @@ async def test_a_server_stays_at_the_version_it_was_asked_for_while_another_is_a
         check_all_were_held(world)
 
 
+async def test_a_dedicated_server_that_is_left_alone_trains_between_evaluations(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """Also where the next process finds it alone, and in the books that it was held last."""
+    job = evaluated_job(every_steps=4, eval={"server": "dedicated"})
+    async with running_world(redis, tmp_path / "run", job=job, servers=2) as world:
+        world.gates[2] = asyncio.Event()
+        async with conducting(world):
+            await world.until_served(1)
+            await until(lambda: evals_of(world)[0].state == "finished", "the first evaluation")
+            assert await holds(redis) == {"rollout-1": 0}
+            await world.servers.pop("rollout-0").kill()
+            world.gates[2].set()
+            await world.until_served(2, by="rollout-1")
+            assert await holds(redis) == {}
+        await run_to_end(world)
+        check_all_finished(world, [0, 4])
+
+
 def check_all_were_held(world: World) -> None:
     """Whoever was asked found a server held at the version."""
     for _, version, held in world.evaluated:

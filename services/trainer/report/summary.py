@@ -302,7 +302,9 @@ def _warnings(run: RunEvents, job: dict[str, Any], curves: Curves) -> list[str]:
             f"{told.get('limit')} tokens"
         )
     if (version := _rolled_back_to(run)) is not None:
-        found.append(f"the rollback to version {version} has not been ended: no step begins before")
+        found.append(
+            f"the rollback to version {version} has not been ended: no step begins until it is"
+        )
     if run.num_unreadable:
         found.append(f"{run.num_unreadable} of {run.num_lines} event lines could not be read")
     return found

@@ -21,6 +21,10 @@ async def test_a_version_that_is_only_being_exported_is_no_way_back(tmp_path: Pa
     async def roll_back(version: int | None) -> None:
         targets.append(version)
         publisher.rolled_back_to = version
+        if breaks:
+            raise ConnectionError(breaks.pop())
+
+    breaks: list[str] = []
 
     publisher = SimpleNamespace(current=2, rolled_back_to=None, roll_back=roll_back)
     store = SimpleNamespace(versions=lambda: [1, 2, 3], check=lambda version: None)
@@ -52,5 +56,9 @@ async def test_a_version_that_is_only_being_exported_is_no_way_back(tmp_path: Pa
         ("rollback_started", {"policy_version": 1, "current_version": 2}),
         ("rollback_ended", {"policy_version": 1, "current_version": 2}),
     ]
-    assert targets == [1, None]
+    breaks.append("the broker is gone")
+    with pytest.raises(ConnectionError):
+        await rollback.to(1)
+    assert rollback.is_on  # servers go there: no step may begin
+    assert targets == [1, None, 1]
     books.close()

@@ -266,6 +266,8 @@ def test_a_manifest_that_is_unreadable_costs_what_is_built_on_it_and_no_more(
 def test_a_version_whose_base_was_deleted_does_not_stop_the_others(tmp_path: Path) -> None:
     store = kept_as_changes(tmp_path)
     (store.path(0) / MANIFEST_FILE).unlink()
+    with pytest.raises(WeightsCorrupt, match=r"^version 0 is gone; whole versions: "):
+        store.check(0)
     with pytest.raises(WeightsCorrupt, match="version 2 is built on version 0, which is gone"):
         store.restore(2)
     publish(store, 5)

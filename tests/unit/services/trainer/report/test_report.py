@@ -228,7 +228,7 @@ def test_a_rollback_that_is_on_is_warned_about(run: Run, end: str | None) -> Non
     run.add("rollback_started", policy_version=0, current_version=3)
     if end:
         run.add(end, policy_version=0, current_version=3)
-    warning = "the rollback to version 0 has not been ended: no step begins before"
+    warning = "the rollback to version 0 has not been ended: no step begins until it is"
     assert (warning in run.summary().warnings) == (end is None)
 
 
