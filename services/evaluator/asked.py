@@ -5,6 +5,7 @@ is killed finds what it owed when it is back. A replica reads its own folder onl
 """
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,6 +19,7 @@ log = structlog.get_logger()
 
 KEPT = 100
 FOLDER = "_evals"
+REBUILT = ".rebuilt"
 State = Literal["queued", "running", "finished", "failed"]
 
 
@@ -93,6 +95,8 @@ class RequestStore:
     def __init__(self, runs_dir: Path, replica: str) -> None:
         self._folder = runs_dir / FOLDER / replica.replace("/", "_")
         self._known = {one.status.eval_id: one for one in self._read()}
+        for left in self._folder.glob(f"*{REBUILT}"):  # by a process that was killed
+            shutil.rmtree(left)
 
     def all(self) -> list[Asked]:
         """Oldest first."""
@@ -119,7 +123,7 @@ class RequestStore:
 
     def scratch(self, eval_id: str) -> Path:
         """A folder for what the evaluation rebuilds; whoever makes it removes it."""
-        return self._folder / f"{eval_id}.rebuilt"
+        return self._folder / f"{eval_id}{REBUILT}"
 
     def note_progress(self, eval_id: str, problems_done: int) -> None:
         """In memory alone: the samples themselves say it after a restart."""

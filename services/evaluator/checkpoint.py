@@ -109,14 +109,13 @@ async def whole(checkpoint: Checkpoint, scratch: Path) -> AsyncIterator[Checkpoi
         return
     kept = VersionFolders(checkpoint.weights.parent)
     try:
-        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)  # a killed process's
         try:
             copy = await asyncio.to_thread(kept.copy_whole, checkpoint.policy_version, scratch)
         except WeightsCorrupt as err:
             raise EvaluationFailed(str(err)) from err
         yield replace(checkpoint, weights=copy)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
 
 @contextlib.asynccontextmanager

@@ -613,9 +613,11 @@ async def test_request_that_kills_the_evaluator_is_given_up(stage: Stage) -> Non
     assert asked is not None
     assert (asked.status.state, asked.attempts) == ("queued", 0)  # a stop hands it back
     store.keep(asked.model_copy(update={"attempts": 3}))
+    store.scratch(asked.status.eval_id).mkdir()
     async with stage.evaluator() as running, HttpClient() as http:
         status = await ended(http, f"{running.url}/v1/evals/{accepted['eval_id']}")
     assert status["error"] == "the evaluator ended 3 times while it was at it"
+    assert not store.scratch(asked.status.eval_id).exists()
 
 
 async def test_requested_evaluation_fails_when_its_server_moves_on(stage: Stage) -> None:
