@@ -165,26 +165,34 @@ def train(world: World, release: Path, out: Path) -> None:
         progress = checkpoint.load(place, model=actor.model, optimizer=actor.optimizer)
         actor.step, actor.policy_version = progress["step"], progress["policy_version"]
     else:
-        _export(actor, out / world.name / "v0")
+        _export(actor, out / world.name, 0)
     metrics = []
     for step in range(actor.step + 1, STEPS + 1):
         metrics.append(actor.train_step(batch(step)))
         del metrics[-1]["logprobs"]  # bytes, which JSON has not
         if step in SAVED:
             _save(actor, out / world.name / f"step{step}")
-    scores = actor.score([sample.token_ids for sample in batch(1).samples], temperature=0.8)
+    _export(actor, out / world.name, STEPS)
+    sequences = [sample.token_ids for sample in batch(1).samples]
+    scores = actor.score(sequences, temperature=0.8)
+    rounded = actor.score(sequences, temperature=0.8, rounding="sampler")
     if dist.get_rank() == 0:
-        found = {"metrics": metrics, "scores": [row.tolist() for row in scores]}
+        found = {
+            "metrics": metrics,
+            "scores": [row.tolist() for row in scores],
+            "rounded": [row.tolist() for row in rounded],
+        }
         (out / world.name / "found.json").write_text(json.dumps(found))
 
 
-def _export(actor: Actor, path: Path) -> None:
+def _export(actor: Actor, folder: Path, version: int) -> None:
+    path = folder / f"v{version}"
     path.mkdir(parents=True, exist_ok=True)
     export_version(
         own_tensors(actor.model),
         path,
         job_id="test",
-        policy_version=0,
+        policy_version=version,
         policy=actor.policy,
         max_shard_bytes=2**18,
         exchange=exchange(),

@@ -14,14 +14,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from services.rollout.engine.embedded import EmbeddedEngine
+from services.rollout.engine.requests import EngineSpec
 from services.trainer.convert.torch_dist import TorchDist
 from shared.models.deepseek_v4.checkpoint import write_release
 from shared.weights.stored import StoredVersion
-from tests.integration.layout_world import ROUNDS, VOCABULARY
+from tests.integration.layout_world import ROUNDS, STEPS, VOCABULARY, batch
 from tests.tiny_deepseek_v4 import SMALL, random_weights
 
 pytestmark = pytest.mark.timeout(600)
@@ -119,6 +122,22 @@ def test_ranks_export_what_one_rank_does_to_the_byte(out: Path, name: str) -> No
     one, other = exported(out, "one"), exported(out, name)
     assert one.keys() == other.keys()
     assert [key for key in one if one[key] != other[key]] == []
+
+
+@pytest.mark.parametrize("name", ["tp2", "ep2", "tp2ep2", "pp2ep2", "etp2"])
+def test_two_versions_that_ranks_exported_are_served_one_after_the_other(
+    out: Path, name: str
+) -> None:
+    spec = EngineSpec(ARCHITECTURE.with_format("fp8"), 2, 64, True, num_threads=1)
+    served, fresh = EmbeddedEngine(spec), EmbeddedEngine(spec)
+    first, last = (served.load(out / name / f"v{version}", version) for version in (0, STEPS))
+    assert first != last == fresh.load(out / name / f"v{STEPS}", STEPS)
+    sequences = [sample.token_ids.tolist() for sample in batch(1).samples]
+    scores, expected = (one.score(sequences, 0.8, STEPS)[1] for one in (served, fresh))
+    assert all(np.array_equal(*pair) for pair in zip(scores, expected, strict=True))
+    rows = zip(scores, found(out, name)["rounded"], strict=True)
+    medians = [float(np.median(np.abs(score - np.array(row)))) for score, row in rows]
+    assert np.median(medians) < 1e-5  # but for a code that falls to the other side
 
 
 def exported(out: Path, name: str) -> dict[str, bytes]:
