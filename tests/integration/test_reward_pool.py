@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -47,9 +48,11 @@ async def yielding() -> AsyncIterator[GradingPool]:
 @contextlib.asynccontextmanager
 async def whole(config: PoolConfig) -> AsyncIterator[GradingPool]:
     pool = await started(config)
-    yield pool
-    pids = pool.pids
-    await pool.close()
+    try:
+        yield pool
+        pids = pool.pids
+    finally:
+        await pool.close()
     assert pids
     assert not [pid for pid in pids if is_alive(pid)]
 
@@ -213,41 +216,47 @@ async def test_waiting_for_a_slow_place_uses_up_no_limit(pool: GradingPool) -> N
 async def test_a_slow_check_is_charged_for_no_leftover_of_another_batch() -> None:
     """The worker of the first still has the third before it, which hangs, when it is done."""
     config = EVEN.model_copy(update={"workers": 1, "spare_workers": 1, "slow_workers": 1})
-    pool = await started(config)
-    try:
-        checks = [Check("sleeps", seconds, "", 2.0) for seconds in ("0.4", "0.2", "60")]
+    checks = [Check("sleeps", seconds, "", 2.0) for seconds in ("0.4", "0.2", "60")]
+    async with whole(config) as pool:
         outcomes = await pool.grade(checks)
-    finally:
-        await pool.close()
     assert [outcome.kind for outcome in outcomes] == ["score", "score", "timeout"]
 
 
 async def test_a_check_that_finds_no_slow_place_is_an_error() -> None:
-    pool = await started(EVEN.model_copy(update={"slow_wait_s": 0.3}))
-    outcomes = await asyncio.gather(*(grade_one(pool, "sleeps", "60", 4.0) for _ in range(3)))
-    await pool.close()
+    async with whole(EVEN.model_copy(update={"slow_wait_s": 0.3})) as pool:
+        outcomes = await asyncio.gather(*(grade_one(pool, "sleeps", "60", 4.0) for _ in range(3)))
     kinds = sorted(outcome.kind for outcome in outcomes)
     assert kinds == ["error", "timeout", "timeout"]
     (failed,) = [outcome for outcome in outcomes if isinstance(outcome, GraderError)]
     assert "queue full" in failed.reason
 
 
+async def test_code_runs_where_a_worker_has_less_memory_than_a_program_may_take() -> None:
+    async with whole(EVEN) as pool:  # before mathematics makes its workers large
+        check = Check("code", "```python\npass\n```", TESTS, 30.0)
+        (outcome,) = await pool.grade([check])
+    assert isinstance(outcome, Score), outcome
+    assert outcome.value == 1.0, outcome
+
+
 async def test_a_killed_check_leaves_no_process_and_no_folder() -> None:
-    pool = await started(EVEN)
-    zygote = pool._zygote
-    assert zygote is not None
-    folder = Path(zygote._folder)
     program = "import os, time\nos.mkdir('a')\nos.chmod('a', 0)\ntime.sleep(60)"
-    check = Check("code", f"```python\n{program}\n```", TESTS, 3.0)
-    busy = asyncio.create_task(pool.grade([check]))
-    await wait_until(lambda: any(folder.glob("*/tandem-code-*")))
-    await busy
-    await wait_until(lambda: not any(folder.glob("*/tandem-code-*")))
-    outcome = await grade_one(pool, "leaves_an_orphan", str(folder / "pid"), 3.0)
-    assert outcome == Timeout(after_s=3.0)
-    orphan = int((folder / "pid").read_text())
-    await wait_until(lambda: not is_alive(orphan))
-    await pool.close()
+    check = Check("code", f"```python\n{program}\n```", TESTS, 60.0)
+    async with whole(EVEN) as pool:
+        zygote = pool._zygote
+        assert zygote is not None
+        folder = Path(zygote._folder)
+        busy = asyncio.create_task(pool.grade([check]))
+        await wait_until(lambda: busy.done() or any(folder.glob("*/tandem-code-*")))
+        assert not busy.done(), busy.result()
+        (left,) = folder.glob("*/tandem-code-*")
+        os.kill(int(left.parent.name), signal.SIGKILL)
+        assert [outcome.kind for outcome in await busy] == ["error"]
+        await wait_until(lambda: not left.exists())
+        outcome = await grade_one(pool, "leaves_an_orphan", str(folder / "pid"), 3.0)
+        assert outcome == Timeout(after_s=3.0)
+        orphan = int((folder / "pid").read_text())
+        await wait_until(lambda: not is_alive(orphan))
     await wait_until(lambda: not folder.exists())
 
 
@@ -290,15 +299,12 @@ async def test_a_dead_zygote_ends_the_pool_and_its_workers() -> None:
 
 async def test_a_pool_starts_without_mathematics() -> None:
     """That takes longer to load than all else (`python -m benchmarks.reward --only start`)."""
-    pool = await started(EVEN)
-    try:
+    async with whole(EVEN) as pool:
         for is_asked_for in (False, True):
             if is_asked_for:
                 await pool.prepare()
             (outcome,) = await pool.grade([Check("says_loaded", "sympy", "", 30.0)])
             assert outcome == Score(value=float(is_asked_for))
-    finally:
-        await pool.close()
 
 
 async def test_a_grader_that_cannot_be_loaded_stops_the_start() -> None:

@@ -75,7 +75,7 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     try:
         _lock(request)
-    except OSError as err:
+    except (OSError, ValueError) as err:
         sys.stderr.write(f"cannot be locked down: {err}\n")
         sys.stderr.flush()
         os._exit(LOCK_FAILED)
@@ -113,7 +113,9 @@ def _lock(request: dict[str, Any]) -> None:
         resource.RLIMIT_CORE: 0,
     }
     for which, bound in limits.items():
-        resource.setrlimit(which, (bound, bound))
+        inherited = resource.getrlimit(which)[1]  # which cannot be raised
+        least = bound if inherited == resource.RLIM_INFINITY else min(bound, inherited)
+        resource.setrlimit(which, (least, least))
     _checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     _lock_files(libc, request["folder"])
     _lock_calls(libc)
