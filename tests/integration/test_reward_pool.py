@@ -246,13 +246,16 @@ async def test_a_killed_check_leaves_no_process_and_no_folder() -> None:
         zygote = pool._zygote
         assert zygote is not None
         folder = Path(zygote._folder)
+
+        def scratch() -> list[Path]:
+            return list(folder.glob("*/tandem-code-*"))
+
         busy = asyncio.create_task(pool.grade([check]))
-        await wait_until(lambda: busy.done() or any(folder.glob("*/tandem-code-*")))
+        await wait_until(lambda: busy.done() or bool(scratch()))
         assert not busy.done(), busy.result()
-        (left,) = folder.glob("*/tandem-code-*")
-        os.kill(int(left.parent.name), signal.SIGKILL)
+        os.kill(int(scratch()[0].parent.name), signal.SIGKILL)
         assert [outcome.kind for outcome in await busy] == ["error"]
-        await wait_until(lambda: not left.exists())
+        await wait_until(lambda: not scratch())
         outcome = await grade_one(pool, "leaves_an_orphan", str(folder / "pid"), 3.0)
         assert outcome == Timeout(after_s=3.0)
         orphan = int((folder / "pid").read_text())
