@@ -63,6 +63,13 @@ async def holds(redis: Redis) -> dict[str, int]:
     return {name.decode(): int(version) for name, version in found.items()}
 
 
+async def until_held(redis: Redis, wanted: dict[str, int]) -> None:
+    async def are_held() -> bool:
+        return await holds(redis) == wanted
+
+    await until(are_held, f"{wanted} to be held")
+
+
 def evals_of(world: World) -> list[EvalRecord]:
     books = Books(world.run_dir / BOOKS_FILE)
     try:
@@ -94,11 +101,8 @@ async def test_another_server_is_held_once_the_one_that_was_is_gone(
             assert await holds(redis) == {"rollout-1": 0}
             await world.servers.pop("rollout-1").kill()
             left = world.servers["rollout-0"]
-
-            async def has_moved() -> bool:
-                return left.version == 0 and await holds(redis) == {"rollout-0": 0}
-
-            await until(has_moved, "the other server to be held")
+            await until(lambda: left.version == 0, "the server that is left to go back")
+            await until_held(redis, {"rollout-0": 0})
             world.gates[3].set()
             world.answer_evals = True
             await world.tell("eval_finished", eval_id=f"{JOB_ID}.e00000000")
@@ -141,11 +145,7 @@ async def test_all_that_wait_for_a_dedicated_server_move_together(
             await world.until_served(3)
             assert await holds(redis) == {"rollout-2": 0}
             await world.servers.pop("rollout-2").kill()
-
-            async def has_moved() -> bool:
-                return await holds(redis) == {"rollout-1": 0}
-
-            await until(has_moved, "another dedicated server")
+            await until_held(redis, {"rollout-1": 0})
             world.answer_evals = True
             for version in range(5):
                 await world.tell("eval_finished", eval_id=f"{JOB_ID}.e{version:08d}")
@@ -162,18 +162,11 @@ async def test_one_that_lost_its_server_comes_before_one_that_took_the_last(
         await world.add_server("rollout-1", samples=False)
         world.answer_evals = False
         async with conducting(world) as (_, running):
-
-            async def both_held() -> bool:
-                return await holds(redis) == {"rollout-1": 0, "rollout-0": 1}
-
-            await until(both_held, "both servers to be held")
+            await until_held(redis, {"rollout-1": 0, "rollout-0": 1})
             await world.servers.pop("rollout-1").kill()
             left = world.servers["rollout-0"]
-
-            async def has_moved() -> bool:
-                return left.version == 0 and await holds(redis) == {"rollout-0": 0}
-
-            await until(has_moved, "the server that is left to go back")
+            await until(lambda: left.version == 0, "the server that is left to go back")
+            await until_held(redis, {"rollout-0": 0})
             world.answer_evals = True
             await world.tell("eval_finished", eval_id=f"{JOB_ID}.e00000000")
             await asyncio.wait_for(running, 30)

@@ -14,19 +14,17 @@ async def until_stopped(stop: asyncio.Event) -> None:
     await stop.wait()
 
 
-async def test_death_of_a_worker_ends_the_block() -> None:
-    async def dies(stop: asyncio.Event) -> None:
-        raise Died("it was me")
+async def dies(stop: asyncio.Event) -> None:
+    raise Died("it was me")
 
+
+async def test_death_of_a_worker_ends_the_block() -> None:
     with pytest.raises(Died, match="it was me"):
         async with running_beside([until_stopped, dies], goodbye_s=1.0):
             await asyncio.sleep(10)
 
 
 async def test_a_death_is_told_again_to_a_block_whose_wait_swallowed_it() -> None:
-    async def dies(stop: asyncio.Event) -> None:
-        raise Died("it was me")
-
     async def swallows_one() -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(100)
@@ -41,9 +39,6 @@ async def test_a_death_is_told_again_to_a_block_whose_wait_swallowed_it() -> Non
 
 
 async def test_a_death_is_not_lost_on_a_block_that_ends_as_it_is_told() -> None:
-    async def dies(stop: asyncio.Event) -> None:
-        raise Died("it was me")
-
     async def ends_well() -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(100)
