@@ -113,11 +113,16 @@ def test_packing_is_as_fast_as_memory(shape: tuple[int, ...], figures: Figures) 
 
 
 @pytest.mark.parametrize(
-    ("share", "least"),
-    # Of 3 % the second pass is no longer small: 0.59 (FP8) and 0.69 (BF16) were measured.
-    [(0.003, LEAST_SHARE), (0.03, 0.55)],
+    ("dtype", "share", "least"),
+    [
+        (torch.uint8, 0.003, LEAST_SHARE),
+        (torch.bfloat16, 0.003, LEAST_SHARE),
+        (torch.bfloat16, 0.03, LEAST_SHARE),
+        # Every ninth word has changed: words that are kept between the passes are a third of the
+        # bytes more, and 0.66 to 0.67 was measured.
+        (torch.uint8, 0.03, 0.6),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
 def test_changes_are_found_fast(
     dtype: torch.dtype, share: float, least: float, figures: Figures
 ) -> None:

@@ -6,6 +6,7 @@ code, run on the same tensors, words the refusal. Reading the flag waits for the
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,3 +31,17 @@ def matrices(tensor: Tensor) -> Tensor:
     *lead, rows, columns = tensor.shape
     stack = tensor.reshape(math.prod(lead), rows, columns)
     return stack if stack.stride(-1) == 1 else stack.contiguous()
+
+
+def number_of(tensor: Tensor) -> Callable[[], int]:
+    """Have an integer sent to the host; the call waits for it, and for nothing launched since."""
+    if not tensor.is_cuda:
+        return lambda: int(tensor)
+    sent, arrived = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> int:
+        arrived.synchronize()
+        return int(sent)
+
+    return wait
