@@ -2,14 +2,15 @@
 
 The server that refused it (probe, checksum) is asked again, and nobody else loads it meanwhile.
 Another one's turn comes only once that server is gone, is to serve something else, or stopped
-answering: then nobody knows whether the version or the server is at fault.
+answering: then nobody knows whether the version or the server is at fault. (Of one that comes to
+other values than were published everybody does.)
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
-from services.trainer.transactions import is_refusal
+from services.trainer.transactions import ValuesDiffer, is_refusal
 from shared.errors import TandemError
 
 
@@ -42,7 +43,7 @@ class Canary:
             try:
                 yield
             except TandemError as err:
-                if is_refusal(err):
+                if is_refusal(err) and not isinstance(err, ValuesDiffer):
                     self._refused_by[version] = name
                 raise
             self._refused_by.pop(version, None)
