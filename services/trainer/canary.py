@@ -2,15 +2,15 @@
 
 The server that refused it (probe, checksum) is asked again, and nobody else loads it meanwhile.
 Another one's turn comes only once that server is gone, is to serve something else, or stopped
-answering: then nobody knows whether the version or the server is at fault. (Of one that comes to
-other values than were published everybody does.)
+answering: then nobody knows whether the version or the server is at fault. (One that
+comes to other values than were published is forgotten: of that everybody knows.)
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
-from services.trainer.transactions import ValuesDiffer, is_refusal
+from services.trainer.transactions import is_refusal
 from shared.errors import TandemError
 
 
@@ -43,13 +43,13 @@ class Canary:
             try:
                 yield
             except TandemError as err:
-                if is_refusal(err) and not isinstance(err, ValuesDiffer):
+                if is_refusal(err):
                     self._refused_by[version] = name
                 raise
             self._refused_by.pop(version, None)
 
     def forget_server(self, name: str) -> None:
-        """It is gone, or does not answer: no judge of a version any more."""
+        """It is gone, does not answer, or is found wrong: no judge of a version any more."""
         self._refused_by = {v: by for v, by in self._refused_by.items() if by != name}
 
     def forget_refusals(self) -> None:

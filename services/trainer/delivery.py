@@ -108,7 +108,10 @@ class Delivery:
 
     async def _judge(self, server: Server, version: int, differs: ValuesDiffer) -> None:
         """Whoever departs from what was published is quarantined, the others are asked again."""
-        word = await self._arbiter.word(version)
+        try:
+            word = await self._arbiter.word(version)
+        except Undecided as err:
+            raise Undecided(f"{differs}; {err}") from err
         for other in self._servers():
             if other.compared == version and other.said is not None and other.said[1] != word:
                 self._note_failed(other, version, _departs(version, other.said[1], word))

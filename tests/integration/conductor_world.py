@@ -30,7 +30,7 @@ from services.trainer.ranks import RanksLost
 from shared import topology
 from shared.chat import EncodedPrompt
 from shared.data import Row
-from shared.errors import LeftHalfway, Rejected, Retryable
+from shared.errors import LeftHalfway, Rejected, RemoteError, Retryable
 from shared.http import HttpClient
 from shared.job import Job
 from shared.messages import (
@@ -177,6 +177,9 @@ class FakeRanks:
 
     async def effective_checksum(self, path: Path) -> str:
         self._fault("checksum")
+        if "damaged" in self.faults:
+            self.faults.remove("damaged")
+            raise RemoteError("WeightsCorrupt", "w is not what was written")
         assert (path / shard_file(0)).exists()
         self.digested.append(int(path.name[1:]))
         return PUBLISHED

@@ -276,27 +276,54 @@ async def test_replicas_are_compared_although_the_first_answer_is_lost(
         assert [store.effective(version) for version in range(3)] == [PUBLISHED] * 3
 
 
+@pytest.mark.parametrize("is_honest", [False, True])
 async def test_a_first_server_that_was_lost_is_compared_when_it_is_back(
-    redis: Redis, tmp_path: Path
+    redis: Redis, tmp_path: Path, is_honest: bool
 ) -> None:
-    """It served before anybody knew what; the others go on meanwhile, and set the value."""
+    """It served before anybody knew what; another goes on meanwhile, and says its value first. If
+    that one lies, the first need not begin anew."""
     async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
-        traits = {"checksum": OTHER, "lose_answers": 1, "freezes_then": True, "samples": False}
-        lost = await world.add_server("rollout-0", **traits)
+        traits = {"lose_answers": 1, "freezes_then": True, "samples": False}
+        sums = (PUBLISHED, OTHER) if is_honest else (OTHER, PUBLISHED)
+        lost = await world.add_server("rollout-0", checksum=sums[0], **traits)
         conductor = world.conductor()
-        running = asyncio.create_task(conductor.run())
+        running, publisher = asyncio.create_task(conductor.run()), conductor.parts.publisher
         await until(lambda: lost.version == 0)
-        assert conductor.parts.publisher.serving(0) == []
-        other = await world.add_server("rollout-1", samples=False)
+        assert publisher.serving(0) == []
+        other = await world.add_server("rollout-1", samples=False, lies=is_honest, checksum=sums[1])
         await until(lambda: other.version == 0)
-        await until(lambda: conductor.parts.publisher.serving(0) == ["rollout-1"])
+        await until(lambda: publisher.serving(0) == ["rollout-1"])
         lost.frozen = False
-        await until(lambda: lost.restarts == 1)
-        assert conductor.parts.publisher.serving(0) == ["rollout-1"]
+        if is_honest:
+            await until(lambda: publisher.serving(0) == ["rollout-0"])
+        else:
+            await until(lambda: lost.restarts == 1)
+            assert publisher.serving(0) == ["rollout-1"]
+        assert lost.restarts == (not is_honest)
         await end(running)
         await conductor.close("cancelled")
+        assert world.digested == [0]
         told = [one["error"] for one in world.events("update_failed")]
         assert any(f"is {OTHER}, what was published has {PUBLISHED}" in error for error in told)
+
+
+async def test_a_first_server_that_departs_from_what_was_published_is_not_asked_alone(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """As one that failed the probe would be: of this one everybody knows that it is wrong."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        conductor = world.conductor()
+        running, store = asyncio.create_task(conductor.run()), conductor.parts.store
+        await until(lambda: conductor.parts.publisher.current == 0)
+        store.settle(0, PUBLISHED)  # nobody is left of those who disagreed
+        await world.add_server("rollout-0", lies=True, checksum=OTHER, samples=False)
+        await until(lambda: len(world.events("update_failed")) == 1)
+        await world.add_server("rollout-1", samples=False)
+        await until(lambda: conductor.parts.publisher.serving(0) == ["rollout-1"])
+        assert len(world.events("update_failed")) < MAX_REFUSALS
+        await end(running)
+        await conductor.close("cancelled")
+        assert world.digested == []
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -338,6 +365,28 @@ async def test_a_server_that_lies_is_named_wherever_it_comes(
         await again.close("cancelled")
         assert world.digested == [0]
         assert all(world.servers[name].restarts == 0 for name in honest)
+
+
+async def test_ranks_that_cannot_read_what_they_published_settle_nothing(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """The first server's word stands; who disagrees waits, and the reason has both."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        world.rank_faults += ["damaged"]
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        first = await world.add_server("rollout-0", checksum=OTHER, samples=False)
+        await until(lambda: first.version == 0)
+        await world.add_server("rollout-1", samples=False)
+        await until(lambda: len(world.events("update_failed")) == 2)
+        assert conductor.parts.publisher.serving(0) == ["rollout-0"]
+        await end(running)
+        await conductor.close("cancelled")
+        assert not world.rank_faults  # they were asked once
+        for failed in world.events("update_failed"):
+            assert failed["server"] == "rollout-1"
+            assert f"expected was {OTHER}" in failed["error"]
+            assert "version 0 cannot be digested: WeightsCorrupt: w is not" in failed["error"]
 
 
 async def test_a_job_goes_on_beside_a_server_that_lies_about_every_version(

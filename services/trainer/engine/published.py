@@ -48,14 +48,15 @@ def published_checksum(
 ) -> str:
     """The effective checksum of the whole version in `folder`. Collective.
 
-    Each rank digests the part that it has written; ranks of another layout than its writers' take
-    the parts in turns, from the folder that all of them share. Read is one tensor a thread at a
-    time. ValueError, or WeightsCorrupt, names the tensor that is not here or not what was written.
+    Each rank digests the part that it has written; where there are more or fewer ranks than parts
+    they take its shards in turns, from the folder that all of them share. Memory: one tensor a
+    thread. ValueError, or WeightsCorrupt, names the tensor that is not here or not what was
+    written.
     """
     num_ranks = len(exchange.gather(b""))
     with together():
         stored, names = _Stored(folder), published_names(arch)
-        own = [name for name in names if stored.part_of(name) % num_ranks == exchange.rank]
+        own = [name for name in names if stored.reader_of(name, num_ranks) == exchange.rank]
         digests = published_digests(stored, own, num_threads=num_threads)
     parts = exchange.gather(json.dumps(digests).encode())
     return effective_checksum(dict(chain.from_iterable(json.loads(part).items() for part in parts)))
@@ -71,11 +72,13 @@ class _Stored(Mapping[str, Tensor]):
         self._folder, self._stored = folder, stored
         self._shards = {entry.name: entry.shard for entry in stored.manifest.tensors}
 
-    def part_of(self, name: str) -> int:
-        """The rank that wrote it."""
+    def reader_of(self, name: str, num_ranks: int) -> int:
+        """The rank that wrote it, or one of so many others."""
         if name not in self._shards:
             raise ValueError(f"{self._folder}: {name} was not published")
-        return self._stored.manifest.shards[self._shards[name]].part
+        manifest, index = self._stored.manifest, self._shards[name]
+        in_parts = manifest.num_parts == num_ranks
+        return manifest.shards[index].part if in_parts else index % num_ranks
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._shards:
