@@ -13,6 +13,7 @@ TandemError
 ├── RemoteError        the engine child failed; carries the child's error by name
 ├── PartialModel       no rank has the whole model, which was asked for; a ValueError, too
 ├── WeightsCorrupt     bytes of a weight version are not what its manifest says
+│   └── OtherValues    sound in itself, but what it computes with is not what was expected
 └── StackFailed        a program of the local stack cannot be started
 
 Anything else that a handler raises is a bug or a poison message: it is logged, counted against the
@@ -91,6 +92,10 @@ class PartialModel(TandemError, ValueError):
 
 
 class WeightsCorrupt(TandemError):
+    pass
+
+
+class OtherValues(WeightsCorrupt):
     pass
 
 

@@ -160,7 +160,8 @@ class KeptVersion(_Answer):
     base_version: int | None
     """The version that its changes start from; null: it is whole."""
     effective_checksum: str | None
-    """xxh3-128 of what servers hold of it, hexadecimal; null before one has served it."""
+    """xxh3-128 of what servers hold of it, or of what was published where they disagreed,
+    hexadecimal; null before one has served it."""
     servers: list[str]
     """Names of the servers that serve it now."""
 

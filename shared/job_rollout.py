@@ -35,7 +35,8 @@ class UpdateSection(Section):
     """Of completions under way. in_place: they go on where they are. retract: they queue again and
     go on from there. abort: they are ended and sampled anew."""
     deadline_s: float = Field(120.0, gt=0)
-    """A server that has not committed by then is quarantined until it has caught up."""
+    """For which one server is waited in one update, from the first question to its commit; beyond
+    that it is quarantined until it has caught up."""
     probe_sequences: int = Field(4, ge=0)
     """Fixed prompts scored after each restore and compared with the trainer, which rounds for them
     as its servers do; 0 skips the probe."""

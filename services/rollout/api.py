@@ -12,7 +12,7 @@ from services.rollout.engine.requests import Completion, GroupRequest
 from services.rollout.info import ServerInfo
 from services.rollout.server import RolloutServer
 from services.rollout.serving import Serving
-from services.rollout.weights import CommitFailed, UpdateConflict, UpdateUnknown
+from services.rollout.weights import CommitFailed, NotAsExpected, UpdateConflict, UpdateUnknown
 from services.rollout.worker import text_of
 from shared.answers import failures
 from shared.bodies import limited_body
@@ -233,7 +233,10 @@ async def update_status(version: Version, request: Request) -> UpdateStatus:
 
 @router.post(
     "/weights/updates/{version}/commit",
-    responses=_UPDATE_PROBLEMS | failures({500: "refused; the previous version serves"}),
+    responses=_UPDATE_PROBLEMS
+    | failures(
+        {412: "not the effective checksum expected", 500: "refused; the previous version serves"}
+    ),
     tags=["weights"],
 )
 async def commit_update(version: Version, body: CommitUpdate, request: Request) -> CommitResult:
@@ -268,6 +271,7 @@ async def answer_error(_: Request, err: Exception) -> JSONResponse:
 STATUS: dict[type[Exception], int] = {
     UpdateUnknown: 404,
     UpdateConflict: 409,
+    NotAsExpected: 412,
     CommitFailed: 500,
     Retryable: 409,
     Rejected: 422,

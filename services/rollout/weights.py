@@ -23,7 +23,14 @@ from prometheus_client import Histogram
 from services.rollout.engine.checks import check_probe
 from services.rollout.engine.engine import Engine
 from services.rollout.staging import NotArrived, Stager, StagingStopped, check_tensors
-from shared.errors import DeadlineExceeded, HttpFailed, RemoteError, TandemError, WeightsCorrupt
+from shared.errors import (
+    DeadlineExceeded,
+    HttpFailed,
+    OtherValues,
+    RemoteError,
+    TandemError,
+    WeightsCorrupt,
+)
 from shared.spans import span
 from shared.tasks import end
 from shared.telemetry import counter, gauge, histogram
@@ -54,6 +61,10 @@ class UpdateUnknown(TandemError):
 
 class CommitFailed(TandemError):
     """The version was refused; the previous one serves (HTTP 500)."""
+
+
+class NotAsExpected(CommitFailed):
+    """Refused for its effective checksum alone, which is not the one expected (HTTP 412)."""
 
 
 @dataclass(slots=True)
@@ -149,7 +160,11 @@ class Updates:
         return update.status()
 
     async def commit(self, version: int, commit: CommitUpdate) -> CommitResult:
-        """Activate a staged version. A commit that is repeated answers as it did, or as it will."""
+        """Activate a staged version. A commit that is repeated answers as it did, or as it will.
+
+        An engine that takes a version before it knows the checksum says what it has: whoever
+        expected another will say so when it asks again.
+        """
         served = self._served
         if served is not None and served.version == version == self._engine.policy_version:
             return self._as_expected(served, commit)
@@ -162,7 +177,7 @@ class Updates:
             self._on_change()
             activating = self._activate(update, commit)
             update.activation = asyncio.create_task(activating, name=f"activate {version}")
-        return self._as_expected(await asyncio.shield(update.activation), commit)
+        return await asyncio.shield(update.activation)
 
     async def _activate(self, update: Update, commit: CommitUpdate) -> CommitResult:
         before = self._engine.policy_version
@@ -174,7 +189,9 @@ class Updates:
                 )
         except (RemoteError, ValueError) as err:
             self._close(update, "failed", str(err))
-            raise CommitFailed(f"version {update.version} was refused: {err}") from err
+            is_other = isinstance(err, RemoteError) and err.kind == OtherValues.__name__
+            kind = NotAsExpected if is_other else CommitFailed
+            raise kind(f"version {update.version} was refused: {err}") from err
         except DeadlineExceeded as err:
             # It may still be applied; what this server serves is no longer known.
             self._close(update, "failed", str(err))
@@ -191,14 +208,14 @@ class Updates:
         return result
 
     def _as_expected(self, served: CommitResult, commit: CommitUpdate) -> CommitResult:
-        """CommitFailed if the other servers have a value that nobody knew when this was served."""
+        """`NotAsExpected` if it is known by now that what is served is not what was published."""
         expected = commit.effective_checksum
         if expected in (None, served.effective_checksum):
             return served
         self._engine.died.set()  # no other version is left to go back to
-        raise CommitFailed(
-            f"version {served.version}: effective checksum {served.effective_checksum}, other "
-            f"servers have {expected}; the engine is restarted"
+        raise NotAsExpected(
+            f"version {served.version}: effective checksum {served.effective_checksum}, expected "
+            f"was {expected}; the engine is restarted"
         )
 
     async def rehearse(self, version: int, commit: CommitUpdate) -> CommitResult:

@@ -128,6 +128,7 @@ def assemble(
         update=job.update,
         http=http,
         holds=evals.holds,
+        digest=keeper.effective_checksum,
         owners=lambda: keeper.owners,
         rounds=_rounds(job, keeper, store, trainer_url),
         needed_versions=evals.needed_versions,

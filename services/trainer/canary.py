@@ -2,7 +2,8 @@
 
 The server that refused it (probe, checksum) is asked again, and nobody else loads it meanwhile.
 Another one's turn comes only once that server is gone, is to serve something else, or stopped
-answering: then nobody knows whether the version or the server is at fault.
+answering: then nobody knows whether the version or the server is at fault. (One that
+comes to other values than were published is forgotten: of that everybody knows.)
 """
 
 import asyncio
@@ -48,7 +49,7 @@ class Canary:
             self._refused_by.pop(version, None)
 
     def forget_server(self, name: str) -> None:
-        """It is gone, or does not answer: no judge of a version any more."""
+        """It is gone, does not answer, or is found wrong: no judge of a version any more."""
         self._refused_by = {v: by for v, by in self._refused_by.items() if by != name}
 
     def forget_refusals(self) -> None:

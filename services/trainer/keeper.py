@@ -138,6 +138,11 @@ class RankKeeper:
         async with self._turn:
             return await self._insist(lambda ranks: ranks.send(path, groups))
 
+    async def effective_checksum(self, path: Path) -> str:
+        """Of a whole version that was published in `path`."""
+        async with self._turn:
+            return await self._insist(lambda ranks: ranks.effective_checksum(path))
+
     async def score(
         self,
         sequences: Sequence[Sequence[int]],

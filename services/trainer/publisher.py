@@ -12,10 +12,12 @@ current one. Servers are updated in parallel; a slow or dead one costs the other
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from pathlib import Path
 
 import structlog
 from redis.asyncio import Redis
 
+from services.trainer.arbiter import Arbiter
 from services.trainer.canary import Canary
 from services.trainer.delivery import Delivery
 from services.trainer.events import EventLog, EventMaker
@@ -60,6 +62,7 @@ class Publisher:
         record: EventLog,
         events: EventMaker,
         holds: Callable[[], Mapping[str, int]],
+        digest: Callable[[Path], Awaitable[str]],
         owners: Callable[[], list[str]] = list,
         rounds: Rounds | None = None,
         needed_versions: Callable[[], Collection[int]] = tuple,
@@ -67,6 +70,7 @@ class Publisher:
         max_parallel: int = 16,
         interval_s: float = 0.3,
     ) -> None:
+        """`digest(folder)`: the ranks' effective checksum of what they published."""
         self.current: int | None = None
         self.rolled_back_to: int | None = None
         self.probing = True  # a preflight compares what a probe would
@@ -96,6 +100,8 @@ class Publisher:
             fanout=self._fanout,
             canary=self._canary,
             rounds=rounds,
+            arbiter=Arbiter(store, digest),
+            servers=self._servers.values,
             owners=owners,
             probe=lambda version: self.probe(version) if self.probing else None,
             notes=self._notes,

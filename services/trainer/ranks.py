@@ -70,7 +70,7 @@ class RankDeadlines(Part):
     step_s: float = Field(3600.0, gt=0)
     """One optimiser step."""
     export_s: float = Field(900.0, gt=0)
-    """Writing one version of the weights."""
+    """Writing one version of the weights, or reading one back to settle its checksum."""
     save_s: float = Field(1800.0, gt=0)
     """Writing one checkpoint."""
     score_s: float = Field(300.0, gt=0)
@@ -86,6 +86,7 @@ class RankSet(Protocol):
         self, policy_version: int, path: Path, base: Path | None = None
     ) -> dict[str, Any]: ...
     async def send(self, path: Path, groups: Sequence[GroupTransfer]) -> str: ...
+    async def effective_checksum(self, path: Path) -> str: ...
     async def save(self, step: int, path: Path, *, wait: bool) -> dict[str, Any]: ...
     async def score(
         self,
@@ -194,6 +195,11 @@ class Ranks:
         what = {"path": str(path), "groups": [one.model_dump(mode="json") for one in groups]}
         answer = await self._ask("send", what, self._deadlines.export_s)
         return str(answer["error"])
+
+    async def effective_checksum(self, path: Path) -> str:
+        """Of the whole version that is published in `path`, by ranks of this layout or another."""
+        answer = await self._ask("checksum", {"path": str(path)}, self._deadlines.export_s)
+        return str(answer["checksum"])
 
     async def save(self, step: int, path: Path, *, wait: bool) -> dict[str, Any]:
         """Write a checkpoint; unless `wait`, it may appear during a later call."""

@@ -17,7 +17,9 @@ MAX_REFUSALS = 3  # of one version, by each server, before that is the job's pro
 class Server:
     record: Replica
     version: int | None = None
-    compared: int | None = None  # the version whose effective checksum is known to be the others'
+    compared: int | None = None  # the version that it serves with the values expected of it
+    said: tuple[int, str] | None = None  # a version, and its effective checksum by this server
+    has_departed: bool = False  # from what was published; nobody has confirmed its word since
     updating_to: int | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
     failures: int = 0  # in a row
@@ -43,7 +45,7 @@ class Server:
         return (self.record.pid, self.record.url) == (record.pid, record.url)
 
     def serves(self, version: int) -> bool:
-        """Whether it serves `version`, with the same values as every other server."""
+        """Whether it serves `version`, with the values that are expected of every server."""
         return self.version == version == self.compared
 
     def is_going_to(self, version: int) -> bool:
@@ -63,10 +65,17 @@ class Server:
         if time.monotonic() - self._committed_at_s > REGISTRY_DELAY_S:
             self.version = record.policy_version
 
+    def note_said(self, version: int, checksum: str, *, loaded: bool) -> str:
+        """What it says of a version; its first word of what it has not `loaded` anew counts."""
+        if loaded or self.said is None or self.said[0] != version:
+            self.said = (version, checksum)
+        return self.said[1]
+
     def note_committed(self, version: int) -> None:
         self.version = self.compared = version
         self._committed_at_s = time.monotonic()
-        self.failures = 0
+        if not self.has_departed:
+            self.failures = 0
         self.last_error = ""
 
     def note_failed(self, version: int, error: str, *, is_refusal: bool) -> float:
@@ -79,7 +88,10 @@ class Server:
         self.failures += 1
         self.last_error = error
         self.retry_at_s = time.monotonic() + backoff_s
-        self.updating_to = None
+        if self.compared == version:
+            self.compared = None
+        if self.updating_to == version:
+            self.updating_to = None
         return backoff_s
 
     def describe(self, held_at: int | None) -> str:

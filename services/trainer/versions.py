@@ -3,6 +3,7 @@
 weights/v00000003/{shard-00000.bin, ..., manifest.json}   written by the ranks, manifest last
                   {delta-00000.bin, ...}                  what changed since the version before
                   probe.json, effective.txt               beside it, written by the conductor
+                  published.txt                           what settled a disagreement of servers
                   changes_only                            its shards are gone: rebuild them first
 
 The last versions can be served again. Those that nobody needs now are kept as changes alone, at
@@ -25,6 +26,7 @@ from shared.weights.shard_server import Kind
 
 PROBE_FILE = "probe.json"
 EFFECTIVE_FILE = "effective.txt"
+PUBLISHED_FILE = "published.txt"
 MAX_CHAIN = 8
 
 
@@ -36,7 +38,7 @@ class StoredSize:
     is_whole: bool
     stored_bytes: int
     base_version: int | None  # of its changes
-    effective_checksum: str | None  # None before a server has served it
+    effective_checksum: str | None  # None before a server has served it, or it was settled
 
 
 class VersionStore(VersionFolders):
@@ -89,17 +91,30 @@ class VersionStore(VersionFolders):
         return Probe.model_validate_json(path.read_bytes()) if path.exists() else None
 
     def keep_effective(self, version: int, checksum: str) -> None:
-        """What the first server that serves it computes with; every other must have the same."""
+        """What the first server that serves it says that it computes with."""
         self._keep(version, EFFECTIVE_FILE, checksum)
 
     def effective(self, version: int) -> str | None:
-        path = self.path(version) / EFFECTIVE_FILE
-        return path.read_text() if path.exists() else None
+        """None as long as no server has come to it: one that said otherwise than was settled
+        later never served the version."""
+        noted, settled = self._kept_text(version, EFFECTIVE_FILE), self.settled(version)
+        return noted if settled in (None, noted) else None
+
+    def settle(self, version: int, checksum: str) -> None:
+        """The ranks' own word, of what they published."""
+        self._keep(version, PUBLISHED_FILE, checksum)
+
+    def settled(self, version: int) -> str | None:
+        return self._kept_text(version, PUBLISHED_FILE)
+
+    def expected(self, version: int) -> str | None:
+        """What a server has to come to, as far as it is known."""
+        return self.settled(version) or self.effective(version)
 
     def describe(self) -> list[StoredSize]:
         """Every version that can be served, oldest first."""
         return [
-            StoredSize(v, self.is_whole(v), self._bytes(v), self._base(v), self.effective(v))
+            StoredSize(v, self.is_whole(v), self._bytes(v), self._base(v), self.expected(v))
             for v in self.versions()
         ]
 
@@ -229,6 +244,10 @@ class VersionStore(VersionFolders):
                 with contextlib.suppress(FileNotFoundError):
                     num_bytes += file.stat().st_size
         return num_bytes
+
+    def _kept_text(self, version: int, name: str) -> str | None:
+        path = self.path(version) / name
+        return path.read_text() if path.exists() else None
 
     def _keep(self, version: int, name: str, text: str) -> None:
         path = self.path(version) / name

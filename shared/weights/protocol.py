@@ -117,7 +117,9 @@ class CommitUpdate(_Strict):
     probe: Probe | None = None
     """What has to hold before the version is served."""
     effective_checksum: Checksum | None = Field(
-        None, description="of another server with this version; one that differs is refused"
+        None,
+        description="what others compute with who serve this version, or what the trainer says was "
+        "published; a server that comes to another refuses with 412",
     )
 
 

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from services.trainer.ranks import RanksLost
 from shared import topology
 from shared.chat import EncodedPrompt
 from shared.data import Row
-from shared.errors import LeftHalfway, Rejected, Retryable
+from shared.errors import LeftHalfway, Rejected, RemoteError, Retryable
 from shared.http import HttpClient
 from shared.job import Job
 from shared.messages import (
@@ -56,6 +57,7 @@ from shared.weights.manifest import MANIFEST_FILE, Manifest, ShardEntry, TensorE
 from shared.weights.protocol import BeginUpdate, CommitResult, CommitUpdate, UpdateStatus
 
 JOB_ID = "test-0000"
+PUBLISHED = "0" * 32  # effective checksum of whatever the ranks publish
 FIRST_WEIGHTS = hashlib.sha256(b"first").digest()
 HALF_A_STEP = b"half of a step"
 Grade = Callable[[PromptGroup, int], Outcome]
@@ -116,6 +118,7 @@ class FakeRanks:
     reference: bytes | None = None
     gates: dict[int, asyncio.Event] = field(default_factory=dict)  # a step waits for its own
     has_model: bool = False
+    digested: list[int] = field(default_factory=list)  # versions whose checksum was asked for
     climbed: list[list[int]] = field(default_factory=list)  # versions other than the one held
 
     async def load(self, path: Path, reference: Path | None = None) -> int:
@@ -172,6 +175,15 @@ class FakeRanks:
         (path / MANIFEST_FILE).write_text(manifest.model_dump_json())
         return {}
 
+    async def effective_checksum(self, path: Path) -> str:
+        self._fault("checksum")
+        if "damaged" in self.faults:
+            self.faults.remove("damaged")
+            raise RemoteError("WeightsCorrupt", "w is not what was written")
+        assert (path / shard_file(0)).exists()
+        self.digested.append(int(path.name[1:]))
+        return PUBLISHED
+
     async def save(self, step: int, path: Path, *, wait: bool) -> dict[str, Any]:
         self._fault(f"save:{step}")
         assert self.weights != HALF_A_STEP
@@ -226,7 +238,11 @@ class FakeServer:
         self.staged: dict[int, bytes] = {}
         self.fail_commits = 0
         self.refuses: set[int] = set()  # versions
-        self.checksum = "0" * 32  # of whatever it serves
+        self.checksum = PUBLISHED  # of whatever it serves
+        self.checks = True  # what is expected, before it serves a version
+        self.lies = False  # takes every version, whatever is expected
+        self.staging_s = 0.0
+        self.hangs_in_commit = False
         self.lose_answers = 0  # of commits: the connection is cut after they are done
         self.freezes_then = False
         self.restarts = 0
@@ -311,29 +327,35 @@ class FakeServer:
             content = path.read_bytes()
             assert xxhash.xxh3_128(content).hexdigest() == asked.manifest.shards[0].checksum
             self.staged[asked.version] = content
+            self.staged_at_s = time.monotonic() + self.staging_s
             return UpdateStatus(version=asked.version, state="staging", total_bytes=32)
 
         @app.get("/v1/weights/updates/{version}")
         async def progress(version: int) -> UpdateStatus:
             await self._freeze()
+            if time.monotonic() < self.staged_at_s:
+                return UpdateStatus(version=version, state="staging", total_bytes=32)
             return UpdateStatus(version=version, state="staged", staged_bytes=32, total_bytes=32)
 
         @app.post("/v1/weights/updates/{version}/commit")
         async def commit(version: int, asked: CommitUpdate) -> CommitResult:
             await self._freeze()
-            expected = asked.effective_checksum or self.checksum
+            if self.hangs_in_commit:
+                self.world.hanging_commits += 1
+                await asyncio.sleep(60)
+            expected = self.checksum if self.lies else asked.effective_checksum or self.checksum
             if version == self.version:
                 if expected != self.checksum:
                     self.restarts, self.version = self.restarts + 1, None
                     await self._register()
-                    raise HTTPException(500, f"other servers have {expected}")
+                    raise HTTPException(412, f"{self.checksum}, expected was {expected}")
                 return self._result(version)
             await self._overlap(version)
             if self.fail_commits or version in self.refuses:
                 self.fail_commits = max(0, self.fail_commits - 1)
                 raise HTTPException(500, "the probe failed")
-            if expected != self.checksum:
-                raise HTTPException(500, f"other servers have {expected}")
+            if self.checks and expected != self.checksum:
+                raise HTTPException(412, f"{self.checksum}, expected was {expected}")
             assert asked.probe is not None or self.world.job.preflight.enabled
             self.world.commits.append((self.name, version))
             self.version = version
@@ -425,6 +447,7 @@ class World:
     refuse_steps: set[int] = field(default_factory=set)
     commits: list[tuple[str, int]] = field(default_factory=list)
     commit_s: float = 0.0
+    hanging_commits: int = 0
     committing: Counter[int] = field(default_factory=Counter)  # by version
     most_first_commits: int = 0  # at the same time, of a version that no server had accepted
     servers: dict[str, FakeServer] = field(default_factory=dict)
@@ -436,6 +459,7 @@ class World:
     has_model: bool = False
     references: dict[int, bytes] = field(default_factory=dict)
     gates: dict[int, asyncio.Event] = field(default_factory=dict)  # of steps of the ranks
+    digested: list[int] = field(default_factory=list)  # by ranks, over all conductors
     ranks: FakeRanks | None = None
     config: ConductorConfig = field(
         default_factory=lambda: ConductorConfig(
@@ -507,6 +531,7 @@ class World:
                 references=self.references,
                 has_model=self.has_model,
                 gates=self.gates,
+                digested=self.digested,
             )
             return self.ranks
 

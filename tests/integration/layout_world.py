@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from services.trainer import checkpoint
 from services.trainer.engine.actor import Actor
+from services.trainer.engine.published import published_checksum
 from services.trainer.engine.sharing import exchange, own_tensors
 from services.trainer.export import export_version
 from services.trainer.megatron import cpu, parallel
@@ -173,6 +174,11 @@ def train(world: World, release: Path, out: Path) -> None:
         if step in SAVED:
             _save(actor, out / world.name / f"step{step}")
     _export(actor, out / world.name, STEPS)
+    checksums = {
+        name: published_checksum(out / name / f"v{STEPS}", actor.architecture, exchange())
+        for name in (world.name, world.resumes)
+        if name is not None
+    }
     sequences = [sample.token_ids for sample in batch(1).samples]
     scores = actor.score(sequences, temperature=0.8)
     rounded = actor.score(sequences, temperature=0.8, rounding="sampler")
@@ -181,6 +187,7 @@ def train(world: World, release: Path, out: Path) -> None:
             "metrics": metrics,
             "scores": [row.tolist() for row in scores],
             "rounded": [row.tolist() for row in rounded],
+            "checksums": checksums,
         }
         (out / world.name / "found.json").write_text(json.dumps(found))
 

@@ -1,6 +1,7 @@
 """A whole job on fakes at the heavy seams and a real broker: the books must balance."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from shared.weights.kept import CHANGES_ONLY
 from shared.weights.manifest import shard_file
 from tests.integration.conductor_world import (
     JOB_ID,
+    PUBLISHED,
     Crash,
     World,
     alternating,
@@ -35,6 +37,7 @@ from tests.integration.conductor_world import (
     running_world,
 )
 
+OTHER = "f" * 32  # an effective checksum that nothing published has
 POINTS = ["packed", "committed", "trained", "acked", "exported", "published", "saved", "told"]
 
 
@@ -259,44 +262,190 @@ async def test_first_commit_of_a_version_goes_alone(redis: Redis, tmp_path: Path
 async def test_replicas_are_compared_although_the_first_answer_is_lost(
     redis: Redis, tmp_path: Path
 ) -> None:
-    """Two servers that compute with different values: only one of them ever serves a version."""
+    """Two servers that compute with different values: one of them never serves any."""
     async with running_world(redis, tmp_path / "run", job=make_job(steps=2), servers=2) as world:
         world.commit_s = 0.05
-        for name, server in world.servers.items():
-            server.checksum = name[-1] * 32
+        for server in world.servers.values():
             server.lose_answers = 1
+        world.servers["rollout-1"].checksum = OTHER
         await run_to_end(world)
         check_books(world).close()
-        (served,) = {name for name, version in world.commits if version == 0}
-        (other,) = world.servers.keys() - {served}
-        assert world.servers[other].weights == {}
-        failed = [one for one in world.events("update_failed") if one["server"] == other]
-        assert f"other servers have {served[-1] * 32}" in failed[0]["error"]
+        failed = [one for one in world.events("update_failed") if one["server"] == "rollout-1"]
+        assert any(OTHER in one["error"] and PUBLISHED in one["error"] for one in failed)
         store = VersionStore(tmp_path / "run")
-        assert [store.effective(version) for version in range(3)] == [served[-1] * 32] * 3
+        assert [store.effective(version) for version in range(3)] == [PUBLISHED] * 3
 
 
+@pytest.mark.parametrize("is_honest", [False, True])
 async def test_a_first_server_that_was_lost_is_compared_when_it_is_back(
-    redis: Redis, tmp_path: Path
+    redis: Redis, tmp_path: Path, is_honest: bool
 ) -> None:
-    """It served before anybody knew what; the others go on meanwhile, and set the value."""
+    """It served before anybody knew what; another goes on meanwhile, and says its value first. If
+    that one lies, the first need not begin anew."""
     async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
-        traits = {"checksum": "f" * 32, "lose_answers": 1, "freezes_then": True, "samples": False}
-        lost = await world.add_server("rollout-0", **traits)
+        traits = {"lose_answers": 1, "freezes_then": True, "samples": False}
+        sums = (PUBLISHED, OTHER) if is_honest else (OTHER, PUBLISHED)
+        lost = await world.add_server("rollout-0", checksum=sums[0], **traits)
         conductor = world.conductor()
-        running = asyncio.create_task(conductor.run())
+        running, publisher = asyncio.create_task(conductor.run()), conductor.parts.publisher
         await until(lambda: lost.version == 0)
-        assert conductor.parts.publisher.serving(0) == []
-        other = await world.add_server("rollout-1", samples=False)
+        assert publisher.serving(0) == []
+        other = await world.add_server("rollout-1", samples=False, lies=is_honest, checksum=sums[1])
         await until(lambda: other.version == 0)
-        await until(lambda: conductor.parts.publisher.serving(0) == ["rollout-1"])
+        await until(lambda: publisher.serving(0) == ["rollout-1"])
         lost.frozen = False
-        await until(lambda: lost.restarts == 1)
-        assert conductor.parts.publisher.serving(0) == ["rollout-1"]
+        if is_honest:
+            await until(lambda: publisher.serving(0) == ["rollout-0"])
+        else:
+            await until(lambda: lost.restarts == 1)
+            assert publisher.serving(0) == ["rollout-1"]
+        assert lost.restarts == (not is_honest)
         await end(running)
         await conductor.close("cancelled")
+        assert world.digested == [0]
         told = [one["error"] for one in world.events("update_failed")]
-        assert any(f"other servers have {'0' * 32}" in error for error in told)
+        assert any(f"is {OTHER}, what was published has {PUBLISHED}" in error for error in told)
+
+
+async def test_a_first_server_that_departs_from_what_was_published_is_not_asked_alone(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """As one that failed the probe would be: of this one everybody knows that it is wrong."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        conductor = world.conductor()
+        running, store = asyncio.create_task(conductor.run()), conductor.parts.store
+        await until(lambda: conductor.parts.publisher.current == 0)
+        store.settle(0, PUBLISHED)  # nobody is left of those who disagreed
+        await world.add_server("rollout-0", lies=True, checksum=OTHER, samples=False)
+        await until(lambda: len(world.events("update_failed")) == 1)
+        await world.add_server("rollout-1", samples=False)
+        await until(lambda: conductor.parts.publisher.serving(0) == ["rollout-1"])
+        assert len(world.events("update_failed")) < MAX_REFUSALS
+        await end(running)
+        await conductor.close("cancelled")
+        assert world.digested == []
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+async def test_a_server_that_lies_is_named_wherever_it_comes(
+    redis: Redis, tmp_path: Path, position: int
+) -> None:
+    """The ranks are asked once, also over a restart of the conductor; a liar that changes its story
+    without loading anew is not believed."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        for number in range(3):
+            traits = {"lies": True, "checksum": OTHER} if number == position else {}
+            one = await world.add_server(f"rollout-{number}", samples=False, **traits)
+            await until(lambda one=one: one.version == 0)
+        liar = world.servers[f"rollout-{position}"]
+        honest = sorted(world.servers.keys() - {liar.name})
+
+        def told() -> list[str]:
+            failed = world.events("update_failed")
+            assert {one["server"] for one in failed} <= {liar.name}
+            return [one["error"] for one in failed]
+
+        await until(lambda: conductor.parts.publisher.serving(0) == honest)
+        await until(lambda: len(told()) >= 2)
+        liar.checksum = PUBLISHED
+        before = len(told())
+        await until(lambda: len(told()) > before + 1)
+        assert all(f"is {OTHER}, what was published has {PUBLISHED}" in text for text in told())
+        assert conductor.parts.publisher.serving(0) == honest
+        liar.checksum = OTHER
+        await end(running)
+        await conductor.close(None)
+
+        again, before = world.conductor(), len(told())
+        running = asyncio.create_task(again.run())
+        await until(lambda: again.parts.publisher.serving(0) == honest and len(told()) > before)
+        await end(running)
+        await again.close("cancelled")
+        assert world.digested == [0]
+        assert all(world.servers[name].restarts == 0 for name in honest)
+
+
+async def test_ranks_that_cannot_read_what_they_published_settle_nothing(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """The first server's word stands; who disagrees waits, and the reason has both."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        world.rank_faults += ["damaged"]
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        first = await world.add_server("rollout-0", checksum=OTHER, samples=False)
+        await until(lambda: first.version == 0)
+        await world.add_server("rollout-1", samples=False)
+        await until(lambda: len(world.events("update_failed")) == 2)
+        assert conductor.parts.publisher.serving(0) == ["rollout-0"]
+        await end(running)
+        await conductor.close("cancelled")
+        assert not world.rank_faults  # they were asked once
+        for failed in world.events("update_failed"):
+            assert failed["server"] == "rollout-1"
+            assert f"expected was {OTHER}" in failed["error"]
+            assert "version 0 cannot be digested: WeightsCorrupt: w is not" in failed["error"]
+
+
+async def test_a_job_goes_on_beside_a_server_that_lies_about_every_version(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """It is quarantined for longer each time, whoever believed it at first."""
+    async with running_world(redis, tmp_path / "run", job=make_job(steps=6), servers=0) as world:
+        world.sampling_s = 0.05
+        world.rank_faults += ["checksum"]
+        await world.add_server("rollout-0", lies=True, checksum=OTHER)
+        running = asyncio.create_task(run_to_end(world))
+        await world.until_served(0)
+        others = [await world.add_server(f"rollout-{number}") for number in (1, 2)]
+        await running
+        check_books(world).close()
+        assert [one.version for one in others] == [6, 6]
+        assert len(world.digested) == len(set(world.digested)) > 0
+        failed = world.events("update_failed")
+        assert {one["server"] for one in failed} == {"rollout-0"}
+        waits = [one["retry_in_s"] for one in failed]
+        assert waits == sorted(waits)
+        assert waits[-1] > waits[0]
+
+
+async def test_an_honest_server_that_knows_its_values_late_does_not_begin_anew(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """It serves already what the first one, a liar, made everybody expect otherwise."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        liar = await world.add_server("rollout-0", lies=True, checksum=OTHER, samples=False)
+        await until(lambda: liar.version == 0)
+        late = await world.add_server("rollout-1", checks=False, samples=False)
+        await until(lambda: conductor.parts.publisher.serving(0) == ["rollout-1"])
+        assert late.restarts == 0
+        assert world.commits == [("rollout-0", 0), ("rollout-1", 0)]
+        await end(running)
+        await conductor.close("cancelled")
+
+
+async def test_a_server_has_one_deadline_for_all_of_an_update(redis: Redis, tmp_path: Path) -> None:
+    """What it takes to stage is not there for its commit; whoever waits for its turn loses none."""
+    job = make_job(update={"deadline_s": 3.0})
+    async with running_world(redis, tmp_path / "run", job=job, servers=0) as world:
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        traits = {"staging_s": 0.9, "hangs_in_commit": True, "samples": False}
+        await world.add_server("rollout-0", **traits)
+        await until(lambda: world.hanging_commits == 1)
+        world.commit_s = 1.6  # two seconds go by until its turn
+        late = await world.add_server("rollout-1", samples=False)
+        await until(lambda: late.version == 0)
+        await end(running)
+        await conductor.close("cancelled")
+        failed = world.events("update_failed")
+        assert {one["server"] for one in failed} == {"rollout-0"}
+        told = r"waited (1\.[89]|2(\.\d)?) s for http://rollout-0 to commit version 0; of its 3 s"
+        assert re.search(told, failed[0]["error"]), failed[0]["error"]
 
 
 async def test_version_that_fails_its_probe_reaches_one_server_and_pauses_the_job(

@@ -132,12 +132,20 @@ def test_two_versions_that_ranks_exported_are_served_one_after_the_other(
     served, fresh = EmbeddedEngine(spec), EmbeddedEngine(spec)
     first, last = (served.load(out / name / f"v{version}", version) for version in (0, STEPS))
     assert first != last == fresh.load(out / name / f"v{STEPS}", STEPS)
+    assert found(out, name)["checksums"] == {name: last}  # the ranks' own word
     sequences = [sample.token_ids.tolist() for sample in batch(1).samples]
     scores, expected = (one.score(sequences, 0.8, STEPS)[1] for one in (served, fresh))
     assert all(np.array_equal(*pair) for pair in zip(scores, expected, strict=True))
     rows = zip(scores, found(out, name)["rounded"], strict=True)
     medians = [float(np.median(np.abs(score - np.array(row)))) for score, row in rows]
     assert np.median(medians) < 1e-5  # but for a code that falls to the other side
+
+
+@pytest.mark.parametrize("name", ["tp2 after pp2ep2", "one after pp2ep2"])
+def test_ranks_of_another_layout_say_what_was_published(out: Path, name: str) -> None:
+    """Two, or one, of what four have written."""
+    checksums, writers = found(out, name)["checksums"], found(out, "pp2ep2")["checksums"]
+    assert checksums["pp2ep2"] == writers["pp2ep2"]
 
 
 def exported(out: Path, name: str) -> dict[str, bytes]:

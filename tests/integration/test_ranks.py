@@ -14,6 +14,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from services.rollout.engine.embedded import EmbeddedEngine
+from services.rollout.engine.requests import EngineSpec
 from services.trainer.books import BOOKS_FILE, Books
 from services.trainer.disk import Unwritable
 from services.trainer.entries import Draw
@@ -25,7 +27,9 @@ from services.trainer.versions import VersionStore
 from shared.errors import RemoteError
 from shared.job import Job
 from shared.messages import TrainingBatch, TrainingSample
+from shared.models.deepseek_v4.architecture import Architecture
 from shared.spans import Span
+from shared.weights.manifest import shard_file
 
 pytestmark = pytest.mark.timeout(180)
 POLICY = Path("assets/tiny-dsv4").resolve()
@@ -251,3 +255,30 @@ async def test_every_rank_tells_what_it_did_and_what_it_runs_with(run: Run) -> N
     environment = read_environment(run.run_dir)
     assert environment.keys() == {"rank0", "rank1"}
     assert {one["pid"] for one in environment.values()} == {one["pid"] for one in told}
+
+
+@pytest.mark.parametrize("run", [{"pipeline": 2}], indirect=True)
+async def test_ranks_say_what_they_published_as_a_server_loads_it(run: Run) -> None:
+    """Each of its own part; of a file that is damaged or gone they say so, and live on."""
+    await run.keeper.restore()
+    await run.checksums(0)
+    folder, manifest = run.store.path(0), run.store.manifest(0)
+    assert manifest is not None
+    assert manifest.num_parts == 2
+    spec = EngineSpec(Architecture.load(POLICY), 2, 64, True, num_threads=1)
+    word = await run.keeper.effective_checksum(folder)
+    assert word == EmbeddedEngine(spec).load(folder, 0)
+    entry = next(one for one in manifest.tensors if one.name == "layers.1.ffn.gate.weight")
+    shard = folder / shard_file(entry.shard)
+    content = bytearray(shard.read_bytes())
+    content[entry.offset] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(RemoteError, match=f"WeightsCorrupt: .*{entry.name} is not what was"):
+        await run.keeper.effective_checksum(folder)
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"the shard of .* is not here"):
+        await run.keeper.effective_checksum(folder)
+    content[entry.offset] ^= 1
+    shard.write_bytes(content)
+    assert await run.keeper.effective_checksum(folder) == word
+    assert list(run.books.journal(0)) == []

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from services.rollout.engine.sglang import versions
-from services.rollout.engine.sglang.fingerprint import checksum_of
 from tests.integration.fake_sglang import FakeServer
 from tests.integration.sglang_world import NEW, OLD, attached
 
@@ -18,11 +17,11 @@ SAMPLED_S = 60.0
 async def test_a_version_is_sampled_before_its_checksum_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_end = threading.Event()
+    may_end, handed_over = threading.Event(), versions.checksum_of
 
     def late(*given: Any, **more: Any) -> str:
         assert may_end.wait(SAMPLED_S)
-        return checksum_of(*given, **more)
+        return handed_over(*given, **more)
 
     async with attached(FakeServer(), tmp_path) as world:
         old = await world.activate(OLD)

@@ -11,7 +11,13 @@ import pytest_asyncio
 
 from services.rollout.engine.engine import Engine
 from services.rollout.staging import Stager, StagingStopped
-from services.rollout.weights import CommitFailed, UpdateConflict, Updates, UpdateUnknown
+from services.rollout.weights import (
+    CommitFailed,
+    NotAsExpected,
+    UpdateConflict,
+    Updates,
+    UpdateUnknown,
+)
 from shared.errors import ChannelClosed, DeadlineExceeded, RemoteError
 from shared.tasks import end
 from shared.weights.manifest import Manifest, TensorEntry, shard_file
@@ -43,6 +49,7 @@ class StandIn:
         self.policy_version: int | None = None
         self.died = asyncio.Event()
         self.refuse = False
+        self.checks = True  # the effective checksum, before the version is served
         self.is_silent = False
         self.may_activate = asyncio.Event()
         self.may_activate.set()
@@ -56,6 +63,8 @@ class StandIn:
             raise DeadlineExceeded("the engine", timeout_s)
         if self.refuse:
             raise RemoteError("WeightsCorrupt", "probe: mean |delta log p| 3 exceeds 0.1")
+        if self.checks and commit.effective_checksum not in (None, "0" * 32):
+            raise RemoteError("OtherValues", f"expected was {commit.effective_checksum}")
         self.policy_version = int(folder.name[1:])
         files = await asyncio.to_thread(lambda: sorted(f.name for f in folder.iterdir()))
         self.activated.append((self.policy_version, files))
@@ -381,14 +390,31 @@ async def test_a_commit_that_is_repeated_joins_the_first(
     assert not engine.died.is_set()
 
 
-async def test_a_server_that_serves_other_values_than_all_others_begins_anew(
+async def test_other_values_than_expected_are_refused_or_told(
     updates: Updates, trainer: Trainer, engine: StandIn
 ) -> None:
-    """It was the first, and its answer was lost; there is no version to go back to."""
+    """Told by an engine that knows them too late: whoever expected others may be wrong himself."""
+    other = CommitUpdate(effective_checksum="1" * 32)
+    begin(updates, trainer, 1)
+    await outcome(updates, 1)
+    with pytest.raises(NotAsExpected, match=r"version 1 was refused: .*expected was 1{32}"):
+        await updates.commit(1, other)
+    assert engine.activated == []
+    engine.checks = False
+    begin(updates, trainer, 1)
+    await outcome(updates, 1)
+    assert (await updates.commit(1, other)).effective_checksum == "0" * 32
+    assert not engine.died.is_set()
+
+
+async def test_a_server_that_serves_other_values_than_were_published_begins_anew(
+    updates: Updates, trainer: Trainer, engine: StandIn
+) -> None:
+    """Nobody knew when it took them; there is no version to go back to."""
     begin(updates, trainer, 1)
     await outcome(updates, 1)
     await updates.commit(1, CommitUpdate())
-    with pytest.raises(CommitFailed, match=r"checksum 0{32}, other servers have 1{32}"):
+    with pytest.raises(NotAsExpected, match=r"checksum 0{32}, expected was 1{32}"):
         await updates.commit(1, CommitUpdate(effective_checksum="1" * 32))
     assert engine.died.is_set()
 

@@ -19,6 +19,7 @@ from services.rollout.models import deepseek_v4_weights as sampler_weights
 from shared.models.deepseek_v4 import checkpoint
 from shared.quant import activation, fp4, fp8
 from shared.quant.activation import RELEASE, fake_e2m1, fake_e4m3, hadamard
+from shared.quant.policy import scale_name
 from tests.parity.engines import LENGTH
 from tests.tiny_deepseek_v4 import ALIGNED, random_tokens, random_weights
 from tests.unit.shared.quant.twins import E2M1_POSITIVE, E4M3_POSITIVE, rounded_group
@@ -64,13 +65,12 @@ def values() -> dict[str, Tensor]:
 
 def _read_wrongly(change: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        right = sampler_weights.dequantise_tensor
+        def wrong(canonical: Mapping[str, Tensor], name: str) -> Tensor:
+            scale = canonical.get(scale_name(name)) if name.endswith(".weight") else None
+            tensor, scale = change(canonical[name], scale)
+            return checkpoint.dequantise_tensor(name, tensor, scale=scale)
 
-        def wrong(name: str, tensor: Tensor, *, scale: Tensor | None = None) -> Tensor:
-            tensor, scale = change(tensor, scale)
-            return right(name, tensor, scale=scale)
-
-        patch.setattr(sampler_weights, "dequantise_tensor", wrong)
+        patch.setattr(sampler_weights, "dequantised", wrong)
 
     return plant
 

@@ -25,7 +25,7 @@ from services.rollout.engine.sglang.engine import SGLangEngine
 from services.rollout.engine.sglang.versions import Good, Versions
 from services.rollout.engine.weights import read_canonical
 from shared.errors import RemoteError, WeightsCorrupt
-from shared.weights.effective import effective_checksum
+from shared.weights.effective import effective_checksum, value_digest
 from shared.weights.manifest import MANIFEST_FILE, Manifest
 from shared.weights.protocol import CommitResult, CommitUpdate
 
@@ -85,8 +85,8 @@ class DenseVersions(Versions):
         folder = self._folder / f"v{manifest.policy_version:08d}"
         shutil.rmtree(folder, ignore_errors=True)
         write_folder(folder, stored, CONFIG.to_dict())
-        values = [(name, stored[name].numpy()) for name in sorted(stored)]
-        checksum = asyncio.create_task(asyncio.to_thread(effective_checksum, values))
+        digests = {name: value_digest(tensor.numpy()) for name, tensor in stored.items()}
+        checksum = asyncio.create_task(asyncio.to_thread(effective_checksum, digests))
         return Good(manifest.policy_version, folder, checksum, {})
 
 

@@ -23,7 +23,7 @@ from services.rollout.engine.weights import (
     Stopwatch,
     build_version,
     check_effective,
-    check_replicas,
+    check_expected,
     first_departing,
     read_canonical,
 )
@@ -146,7 +146,7 @@ class EmbeddedEngine:
         if commit.probe is not None and commit.probe.sequences:
             proven = self._probed(version, commit.probe)
         check_effective(self.spec.arch, version)
-        check_replicas(version, commit.effective_checksum)
+        check_expected(version, commit.effective_checksum)
         return proven
 
     def _probed(self, version: LoadedVersion, probe: Probe) -> Proven:

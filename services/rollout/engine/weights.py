@@ -6,7 +6,7 @@ trainer, does the engine switch to it; until then a failure costs nothing but th
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from services.rollout.engine.probing import Proven
 from services.rollout.models.deepseek_v4_weights import Derived, derive, effective, published
-from shared.errors import WeightsCorrupt
+from shared.errors import OtherValues, WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import check_stored
 from shared.models.deepseek_v4.headers import CheckpointInvalid
 from shared.weights.dtypes import TORCH_DTYPES
-from shared.weights.effective import effective_checksum
+from shared.weights.effective import effective_checksum, value_digest
 from shared.weights.group import check_bytes, receive_shards
 from shared.weights.manifest import INCOMING_FILE, Manifest, ShardEntry, shard_file
 from shared.weights.protocol import GroupTransfer
@@ -37,7 +37,12 @@ class LoadedVersion:
     policy_version: int
     canonical: dict[str, Tensor]
     derived: Derived
-    checksum: str  # of the effective values
+    digests: Mapping[str, str]  # of the effective values, by name
+
+    @property
+    def checksum(self) -> str:
+        """Of all effective values."""
+        return effective_checksum(self.digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +106,7 @@ def build_version(
         derived = build(arch, canonical)
     except (CheckpointInvalid, ValueError) as err:
         raise WeightsCorrupt(f"version {policy_version}: {err}") from err
-    effective_values = ((name, value.cpu().numpy()) for name, value in effective(arch, derived))
-    return LoadedVersion(policy_version, canonical, derived, effective_checksum(effective_values))
+    return LoadedVersion(policy_version, canonical, derived, _digests(effective(arch, derived)))
 
 
 def check_effective(arch: Architecture, version: LoadedVersion) -> None:
@@ -113,23 +117,22 @@ def check_effective(arch: Architecture, version: LoadedVersion) -> None:
 
 def first_departing(arch: Architecture, version: LoadedVersion) -> str | None:
     """The first tensor whose derived state is not that of its canonical values; None: all are."""
-    values = ((name, value.cpu().numpy()) for name, value in published(arch, version.canonical))
-    if version.checksum == effective_checksum(values):
-        return None
-    kept = dict(effective(arch, version.derived))
-    for name, value in published(arch, version.canonical):
-        if not torch.equal(kept[name].cpu(), value.cpu()):
-            return name
-    raise AssertionError("checksums differ and every value is equal")
+    wanted = _digests(published(arch, version.canonical))
+    names = sorted(wanted.keys() | version.digests.keys())
+    return next((name for name in names if wanted.get(name) != version.digests.get(name)), None)
 
 
-def check_replicas(version: LoadedVersion, expected: str | None) -> None:
-    """WeightsCorrupt unless the effective checksum is that of the servers before us."""
-    if expected is not None and version.checksum != expected:
-        raise WeightsCorrupt(
-            f"version {version.policy_version}: effective checksum {version.checksum}, other "
-            f"servers have {expected}"
+def check_expected(version: LoadedVersion, expected: str | None) -> None:
+    """`OtherValues` unless the effective checksum is what the trainer expects, where it does."""
+    if expected not in (None, version.checksum):
+        raise OtherValues(
+            f"version {version.policy_version}: effective checksum {version.checksum}, expected "
+            f"was {expected}"
         )
+
+
+def _digests(values: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    return {name: value_digest(value.cpu().numpy()) for name, value in values}
 
 
 class Stopwatch:

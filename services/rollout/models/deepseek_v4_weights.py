@@ -6,7 +6,7 @@ tensor can be taken apart again, so what is effective can be compared with what 
 update derives all of it anew, once: nothing here is ever patched.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,11 +14,8 @@ from torch import Tensor
 
 from shared.errors import WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
-from shared.models.deepseek_v4.checkpoint import dequantise_tensor
-from shared.models.deepseek_v4.names import weight_shapes
-from shared.quant.policy import scale_name
+from shared.models.deepseek_v4.published import Canonical, dequantised, published_names
 
-Canonical = Mapping[str, Tensor]
 Read = Callable[[str], Tensor]
 
 
@@ -91,12 +88,6 @@ class Derived:
         return sum(t.numel() * t.element_size() for t in _tensors_in(self))
 
 
-def dequantised(canonical: Canonical, name: str) -> Tensor:
-    """FP32 values of one weight (int64 for `tid2eid`), whatever its format."""
-    scale = canonical.get(scale_name(name)) if name.endswith(".weight") else None
-    return dequantise_tensor(name, canonical[name], scale=scale)
-
-
 def derive(
     arch: Architecture,
     canonical: Canonical,
@@ -147,11 +138,6 @@ def published(arch: Architecture, canonical: Canonical) -> Iterator[tuple[str, T
     """What `effective` must give for these canonical tensors."""
     for name in published_names(arch):
         yield name, dequantised(canonical, name)
-
-
-def published_names(arch: Architecture) -> list[str]:
-    """Of the weights that are sampled with, sorted."""
-    return [name for name in sorted(weight_shapes(arch)) if not name.startswith("mtp.")]
 
 
 def ring_rows(arch: Architecture, layer: int) -> int:

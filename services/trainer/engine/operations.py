@@ -15,6 +15,7 @@ import torch
 from services.trainer import checkpoint
 from services.trainer.engine.actor import Actor
 from services.trainer.engine.own_shards import OwnShards
+from services.trainer.engine.published import published_checksum
 from services.trainer.engine.rank_spans import spans_of_ranks
 from services.trainer.engine.sharing import exchange, own_tensors
 from services.trainer.engine.step_metrics import Progress
@@ -52,6 +53,7 @@ class Operations:
             "attribute": self._attribute,
             "export": self._export,
             "send": self._send,
+            "checksum": self._checksum,
             "save": self._save,
             "load": self._load,
             "spans": self._spans,
@@ -178,6 +180,14 @@ class Operations:
             log.warning("group_failed", error=str(err))
             return {"error": str(err)}
         return {"error": ""}
+
+    def _checksum(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{path} -> {checksum}: the effective one of the whole version published in `path`."""
+        actor = self.actor
+        self._progress("checksum", actor.step)
+        arch, threads = actor.architecture, actor.job.actor.num_threads
+        folder = Path(payload["path"])
+        return {"checksum": published_checksum(folder, arch, exchange(), num_threads=threads)}
 
     def close(self) -> None:
         """What is being written is finished first."""

@@ -10,6 +10,7 @@ where they are known to stay a fresh server of the new version follows.
 
 import asyncio
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from services.rollout.engine.sglang.checkpoint import server_config, write_folde
 from services.rollout.engine.sglang.client import ServerRefused
 from services.rollout.engine.sglang.dialects import loading, rebuild
 from services.rollout.engine.sglang.engine import SGLangEngine
-from services.rollout.engine.sglang.fingerprint import checksum_of
 from services.rollout.engine.sglang.generation import SAME_SCORES
 from services.rollout.engine.sglang.identity import Served, identify
 from services.rollout.engine.sglang.limits import Limit
@@ -44,6 +44,8 @@ from shared.errors import DeadlineExceeded, HttpFailed, WeightsCorrupt
 from shared.models.deepseek_v4.architecture import Architecture
 from shared.models.deepseek_v4.checkpoint import check_stored
 from shared.models.deepseek_v4.headers import CheckpointInvalid
+from shared.models.deepseek_v4.published import published_digests, published_names
+from shared.weights.effective import effective_checksum
 from shared.weights.manifest import Manifest
 from shared.weights.protocol import CommitUpdate, Probe
 
@@ -389,6 +391,12 @@ def _canonical(arch: Architecture, manifest: Manifest, staged: Path) -> dict[str
     except CheckpointInvalid as err:
         raise WeightsCorrupt(f"version {manifest.policy_version}: {err}") from err
     return canonical
+
+
+def checksum_of(arch: Architecture, canonical: Mapping[str, Tensor], *, num_threads: int) -> str:
+    """Of what is handed over, for the server does not give its weights back."""
+    names = published_names(arch)
+    return effective_checksum(published_digests(canonical, names, num_threads=num_threads))
 
 
 @dataclass(frozen=True, slots=True)

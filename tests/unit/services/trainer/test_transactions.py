@@ -1,11 +1,13 @@
+import asyncio
 import json
+import time
 from collections.abc import Callable
 
 import httpx
 import pytest
 
 from services.trainer.servers import MAX_REFUSALS, Server
-from services.trainer.transactions import Transaction, UpdateFailed, is_refusal
+from services.trainer.transactions import Transaction, UpdateFailed, ValuesDiffer, is_refusal
 from shared.errors import DeadlineExceeded, HttpFailed, WeightsCorrupt
 from shared.http import HttpClient
 from shared.registry import Replica
@@ -126,6 +128,27 @@ def test_quarantine_grows_and_ends_with_a_commit() -> None:
     assert one.note_failed(4, "x", is_refusal=False) == 0.5
 
 
+def test_a_server_that_departed_waits_longer_until_somebody_confirms_it() -> None:
+    one = server()
+    one.has_departed = True
+    assert one.note_failed(3, "x", is_refusal=True) == 0.5
+    one.note_committed(4)
+    assert one.note_failed(4, "x", is_refusal=True) == 1.0
+    assert not one.serves(4)
+    one.has_departed = False
+    one.note_committed(5)
+    assert one.note_failed(6, "x", is_refusal=True) == 0.5
+    assert one.serves(5)
+
+
+def test_the_first_word_of_what_is_not_loaded_anew_counts() -> None:
+    one = server()
+    assert one.note_said(3, "a", loaded=False) == "a"
+    assert one.note_said(3, "b", loaded=False) == "a"
+    assert one.note_said(4, "b", loaded=False) == "b"
+    assert one.note_said(4, "c", loaded=True) == "c"
+
+
 def test_refusals_are_counted_by_version() -> None:
     one = server()
     for _ in range(MAX_REFUSALS - 1):
@@ -174,7 +197,7 @@ async def test_a_commit_whose_answer_is_lost_is_asked_for_again() -> None:
     assert (await late([None, right]).commit(3, CommitUpdate())).version == 3
     with pytest.raises(HttpFailed, match=r"500: .*refused"):
         await late([None, (500, "refused")]).commit(3, CommitUpdate())
-    with pytest.raises(DeadlineExceeded, match=r"waited 10 s for http://server to commit version"):
+    with pytest.raises(DeadlineExceeded, match=r"waited 0 s for http://server to commit version"):
         await late([None, None]).commit(3, CommitUpdate())
     refused: list[tuple[int, object] | None] = [(500, "the probe"), right]
     with pytest.raises(HttpFailed, match="500"):
@@ -182,15 +205,39 @@ async def test_a_commit_whose_answer_is_lost_is_asked_for_again() -> None:
     assert refused == [right]  # an answer is an answer
 
 
-async def test_a_commit_that_comes_to_other_values_is_a_failed_update() -> None:
-    update = transaction(lambda _: (200, RESULT | {"version": 3}))
-    with pytest.raises(UpdateFailed, match=r"checksum 0{32}, other servers have 1{32}"):
-        await update.commit(3, CommitUpdate(effective_checksum="1" * 32))
+async def test_a_version_that_is_refused_for_its_values_alone_is_told_apart() -> None:
+    told = (412, {"detail": "effective checksum 0, expected was 1"})
+    with pytest.raises(ValuesDiffer, match=r"412: .*expected was 1") as differs:
+        await late([told]).commit(3, CommitUpdate(effective_checksum="1" * 32))
+    assert (differs.value.said, differs.value.expected) == (None, "1" * 32)
+    assert is_refusal(differs.value)
+    with pytest.raises(HttpFailed, match="412"):  # of what was expected of nobody
+        await late([told]).commit(3, CommitUpdate())
+
+
+async def test_staging_and_commit_have_one_deadline() -> None:
+    """It counts while the server is waited for, and the error says what for and how long."""
+    began_s = time.monotonic()
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/commit"):
+            await asyncio.sleep(30)
+        is_staged = time.monotonic() - began_s > 0.7
+        return httpx.Response(200, json=status("staged" if is_staged else "staging"))
+
+    http = HttpClient(attempts=1, transport=httpx.MockTransport(handle))
+    update = Transaction(http, server_url="http://server", deadline_s=1.0)
+    await update.stage(BEGIN)
+    await asyncio.sleep(0.5)  # as for the turn of another
+    with pytest.raises(DeadlineExceeded) as exceeded:
+        await update.commit(3, CommitUpdate())
+    assert 0 < exceeded.value.after_s <= 0.4
+    assert "server to commit version 3; of its 1 s for an update 0." in str(exceeded.value)
 
 
 @pytest.mark.parametrize("answer", [None, (504, "waited 7 s for the child to answer rehearse")])
 async def test_a_rehearsal_that_runs_out_of_time_says_so(
     answer: tuple[int, object] | None,
 ) -> None:
-    with pytest.raises(DeadlineExceeded, match="waited 7 s for http://server to rehearse version"):
+    with pytest.raises(DeadlineExceeded, match="waited 0 s for http://server to rehearse version"):
         await late([answer]).rehearse(3, CommitUpdate())

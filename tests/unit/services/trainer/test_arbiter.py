@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import pytest
+
+from services.trainer.arbiter import Arbiter, Undecided
+from services.trainer.ranks import RanksLost
+from services.trainer.versions import VersionStore
+from shared.errors import RemoteError
+from tests.unit.services.trainer.test_versions import publish, tidy
+
+WORD, OTHER = "1" * 32, "2" * 32
+
+
+class Ranks:
+    def __init__(self, *answers: str | Exception) -> None:
+        self.answers = list(answers)
+        self.read: list[bytes] = []
+
+    async def digest(self, folder: Path) -> str:
+        self.read.append(shards(folder))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def shards(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted(folder.glob("shard-*")))
+
+
+async def test_a_version_kept_as_changes_is_whole_while_it_is_digested(tmp_path: Path) -> None:
+    store = VersionStore(tmp_path)
+    published = [publish(store, version) for version in range(3)]
+    tidy(store, {2}, keep_last=50)
+    assert not store.is_whole(1)
+    ranks = Ranks(WORD)
+    arbiter = Arbiter(store, ranks.digest)
+    assert await arbiter.word(1) == await arbiter.word(1) == WORD
+    assert ranks.read == [published[1]]
+    tidy(store, {2}, keep_last=50)
+    assert not store.is_whole(1)
+    again = Ranks()
+    assert await Arbiter(VersionStore(tmp_path), again.digest).word(1) == WORD
+
+
+async def test_who_said_otherwise_never_served_the_version(tmp_path: Path) -> None:
+    store = VersionStore(tmp_path)
+    publish(store, 0)
+    store.keep_effective(0, OTHER)
+    assert (store.expected(0), store.effective(0)) == (OTHER, OTHER)
+    assert await Arbiter(store, Ranks(WORD).digest).word(0) == WORD
+    assert (store.expected(0), store.effective(0)) == (WORD, None)
+    store.keep_effective(0, WORD)
+    assert store.effective(0) == WORD
+    store.fresh_path(0)  # what is exported there next is something else
+    assert store.expected(0) is None
+
+
+async def test_ranks_that_are_lost_are_asked_again_and_those_that_cannot_say_are_not(
+    tmp_path: Path,
+) -> None:
+    store = VersionStore(tmp_path)
+    publish(store, 0)
+    ranks = Ranks(RanksLost("killed"), RemoteError("WeightsCorrupt", "w is not what was written"))
+    arbiter = Arbiter(store, ranks.digest)
+    for error in ("killed", "w is not what was written", "w is not what was written"):
+        with pytest.raises(Undecided, match=f"version 0 cannot be digested: .*{error}"):
+            await arbiter.word(0)
+    assert ranks.answers == []
+    assert store.settled(0) is None
