@@ -148,7 +148,7 @@ class HttpClient:
                 headers=headers,
                 timeout=timeout,
             )
-        except (httpx.TransportError, httpx.DecodingError) as err:
+        except (httpx.TransportError, httpx.DecodingError, httpx.InvalidURL) as err:
             is_late = isinstance(err, httpx.ReadTimeout)
             body = f"{type(err).__name__}: {err}"
             raise HttpFailed(method, url, None, body, is_late=is_late) from err

@@ -63,6 +63,14 @@ async def test_an_answer_that_cannot_be_unpacked_is_an_error() -> None:
             await client.get("http://a/v1")
 
 
+@pytest.mark.parametrize("url", ["http://a:b/v1", "http://[::1/v1"])
+async def test_an_address_that_is_none_is_an_error(url: str) -> None:
+    client, _ = answering()
+    async with client:
+        with pytest.raises(HttpFailed, match="no answer"):
+            await client.get(url)
+
+
 async def test_an_error_of_any_form_is_told() -> None:
     client, _ = answering(httpx.Response(409, content=b"[" * 2**16))
     async with client:
