@@ -148,13 +148,16 @@ class HttpClient:
                 headers=headers,
                 timeout=timeout,
             )
-        except httpx.TransportError as err:
+        except (httpx.TransportError, httpx.DecodingError, httpx.InvalidURL) as err:
             is_late = isinstance(err, httpx.ReadTimeout)
             body = f"{type(err).__name__}: {err}"
             raise HttpFailed(method, url, None, body, is_late=is_late) from err
         if answer.is_error:
             raise HttpFailed(method, url, answer.status_code, answer.text[:_MAX_ERROR_CHARS])
-        return _decoded(answer)
+        try:
+            return _decoded(answer)
+        except (ValueError, RecursionError) as err:
+            raise HttpFailed(method, url, answer.status_code, f"no JSON: {err}") from err
 
 
 def _decoded(answer: httpx.Response) -> Any:

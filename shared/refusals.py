@@ -16,7 +16,7 @@ def sentences(body: str) -> list[str]:
     """
     try:
         detail = json.loads(body)["detail"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return [body[:MAX_EXCERPT_CHARS]]
     entries = detail if isinstance(detail, list) else [detail]
     return [_sentence(entry) for entry in entries]
@@ -26,7 +26,8 @@ def _sentence(entry: Any) -> str:
     if not isinstance(entry, Mapping):
         return str(entry)
     text = str(entry.get("message") or entry.get("msg") or dict(entry))
-    key = entry.get("key") or ".".join(str(part) for part in entry.get("loc", ())[1:])
+    loc = entry.get("loc")
+    key = entry.get("key") or ".".join(map(str, loc[1:] if isinstance(loc, list) else ()))
     if key:
         given = f" = {json.dumps(entry['value'])}" if entry.get("value") is not None else ""
         text = f"{key}{given}: {text}"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import structlog
 
+from services.trainer.pausing import JobPaused
 from services.trainer.versions import VersionStore
-from shared.errors import RemoteError, TandemError, WeightsCorrupt
+from shared.errors import TandemError
 
 log = structlog.get_logger()
 
@@ -24,7 +25,7 @@ class Arbiter:
     def __init__(self, store: VersionStore, digest: Callable[[Path], Awaitable[str]]) -> None:
         self._store, self._digest = store, digest
         self._alone = asyncio.Lock()
-        self._in_vain: dict[int, str] = {}  # versions whose files give no answer, and why
+        self._in_vain: dict[int, str] = {}  # versions that give no answer, and why
 
     async def word(self, version: int) -> str:
         """The effective checksum of what was published; `Undecided` if it cannot be had.
@@ -40,7 +41,7 @@ class Arbiter:
                 word = await self._ask(version)
             except (TandemError, ValueError) as err:
                 text = f"what was published as version {version} cannot be digested: {err}"
-                if isinstance(err, WeightsCorrupt | ValueError | RemoteError):
+                if not isinstance(err, JobPaused):  # new ranks were asked often enough
                     self._in_vain[version] = text
                 raise Undecided(text) from err
             self._store.settle(version, word)

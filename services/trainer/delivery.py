@@ -100,8 +100,9 @@ class Delivery:
         begin = await self._begin(server, manifest)
         with watch.part("stage_s"):
             staged = await update.stage(begin)
+        loads = staged.state != "active"  # it may have ended a commit that was given up as late
         with watch.part("commit_s"):
-            result = await self._commit(update, server, version, loads=True)
+            result = await self._commit(update, server, version, loads=loads)
         self._fanout.note_served(version, server.name)
         self._note_served(server, version)
         self._notes.committed(server.name, begin, staged, watch, result)
@@ -194,8 +195,10 @@ class Delivery:
             probe=self._probe(version),
             effective_checksum=store.expected(version) if loads else store.settled(version),
         )
+        if loads:
+            server.said = None  # though this answer may be lost
         result = await update.commit(version, commit)
-        said = server.note_said(version, result.effective_checksum, loaded=loads)
+        said = server.note_said(version, result.effective_checksum)
         expected = store.expected(version)  # without a canary another may have come first
         if expected is not None and expected != said:
             text = f"effective checksum {said} of version {version}, expected was {expected}"

@@ -65,9 +65,9 @@ class Server:
         if time.monotonic() - self._committed_at_s > REGISTRY_DELAY_S:
             self.version = record.policy_version
 
-    def note_said(self, version: int, checksum: str, *, loaded: bool) -> str:
-        """What it says of a version; its first word of what it has not `loaded` anew counts."""
-        if loaded or self.said is None or self.said[0] != version:
+    def note_said(self, version: int, checksum: str) -> str:
+        """What it says of a version; its first word counts until it loads one."""
+        if self.said is None or self.said[0] != version:
             self.said = (version, checksum)
         return self.said[1]
 

@@ -24,11 +24,15 @@ log = structlog.get_logger()
 
 
 class UpdateFailed(TandemError):
-    """A server said that an update cannot be applied, or nothing that we understand."""
+    """A server said that an update cannot be applied."""
 
 
 class NotStaged(UpdateFailed):
     """Sources out of reach, no room, a deadline, an abort: nothing speaks against the version."""
+
+
+class NotUnderstood(UpdateFailed):
+    """A server answered something that means nothing: that says nothing of the version."""
 
 
 class ValuesDiffer(UpdateFailed):
@@ -100,7 +104,7 @@ class Transaction:
                 answer = await self._prove("commit", version, commit)
         result = _read(CommitResult, answer)
         if result.version != version:
-            raise UpdateFailed(f"commit of {version} was answered for version {result.version}")
+            raise NotUnderstood(f"commit of {version} was answered for version {result.version}")
         return result
 
     async def rehearse(self, version: int, commit: CommitUpdate) -> CommitResult:
@@ -155,11 +159,12 @@ def is_refusal(err: Exception) -> bool:
     """Whether the version was looked at and cannot be served: the server says so, or its files."""
     if isinstance(err, HttpFailed):
         return err.status == REFUSED
-    return isinstance(err, UpdateFailed | WeightsCorrupt) and not isinstance(err, NotStaged)
+    blameless = NotStaged | NotUnderstood
+    return isinstance(err, UpdateFailed | WeightsCorrupt) and not isinstance(err, blameless)
 
 
 def _read(model: type[M], answer: object) -> M:
     try:
         return model.model_validate(answer)
     except ValidationError as err:
-        raise UpdateFailed(f"not an answer of a rollout server: {err.errors()[0]['msg']}") from err
+        raise NotUnderstood(f"not an answer of a rollout server: {err.errors()[0]['msg']}") from err

@@ -3,7 +3,7 @@
 `begin` -> staging -> staged -> commit -> active; any failure leaves the previous version serving.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +11,7 @@ from shared.weights.manifest import Checksum, Manifest
 
 UpdateState = Literal["staging", "staged", "activating", "active", "failed", "aborted"]
 PauseMode = Literal["in_place", "retract", "abort"]
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # what counters and events can take
 
 
 class _Strict(BaseModel):
@@ -130,12 +131,12 @@ class UpdateStatus(_Strict):
     """The version."""
     state: UpdateState
     """How far it is."""
-    staged_bytes: int = 0
+    staged_bytes: Count = 0
     """What is here."""
-    total_bytes: int = 0
+    total_bytes: Count = 0
     """What there is."""
-    pulled_bytes: int = Field(0, description="that came over the wire")
-    rebuilt_shards: int = Field(0, description="that were made from the base and what changed")
+    pulled_bytes: Count = Field(0, description="that came over the wire")
+    rebuilt_shards: Count = Field(0, description="that were made from the base and what changed")
     error: str = ""
     """Why it failed, with the tensor's name."""
     is_wrong: bool = Field(False, description="what came is not this version: no repeat helps")

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 import xxhash
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Response
 from redis.asyncio import Redis
 
 from services.trainer.assembly import assemble
@@ -241,6 +241,9 @@ class FakeServer:
         self.checksum = PUBLISHED  # of whatever it serves
         self.checks = True  # what is expected, before it serves a version
         self.lies = False  # takes every version, whatever is expected
+        self.garbles: tuple[int, str] | None = None  # status and JSON of all answers to commits
+        self.activating: int | None = None  # whose commit goes on, though nobody waits for it
+        self.num_polls = 0
         self.staging_s = 0.0
         self.hangs_in_commit = False
         self.lose_answers = 0  # of commits: the connection is cut after they are done
@@ -323,6 +326,8 @@ class FakeServer:
             await self._freeze()
             if self.version is not None and not (asked.is_rollback or asked.version > self.version):
                 raise HTTPException(409, f"{self.version} is served")
+            if asked.version == self.activating:
+                return UpdateStatus(version=asked.version, state="activating", total_bytes=32)
             path = self.world.run_dir / "weights" / f"v{asked.version:08d}" / shard_file(0)
             content = path.read_bytes()
             assert xxhash.xxh3_128(content).hexdigest() == asked.manifest.shards[0].checksum
@@ -333,13 +338,20 @@ class FakeServer:
         @app.get("/v1/weights/updates/{version}")
         async def progress(version: int) -> UpdateStatus:
             await self._freeze()
+            self.num_polls += 1
+            if version in (self.activating, self.version):
+                state = "activating" if version == self.activating else "active"
+                return UpdateStatus(version=version, state=state, total_bytes=32)
             if time.monotonic() < self.staged_at_s:
                 return UpdateStatus(version=version, state="staging", total_bytes=32)
             return UpdateStatus(version=version, state="staged", staged_bytes=32, total_bytes=32)
 
-        @app.post("/v1/weights/updates/{version}/commit")
-        async def commit(version: int, asked: CommitUpdate) -> CommitResult:
+        @app.post("/v1/weights/updates/{version}/commit", response_model=None)
+        async def commit(version: int, asked: CommitUpdate) -> CommitResult | Response:
             await self._freeze()
+            if self.garbles:
+                status, body = self.garbles
+                return Response(body, status, media_type="application/json")
             if self.hangs_in_commit:
                 self.world.hanging_commits += 1
                 await asyncio.sleep(60)

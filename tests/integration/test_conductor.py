@@ -428,6 +428,65 @@ async def test_an_honest_server_that_knows_its_values_late_does_not_begin_anew(
         await conductor.close("cancelled")
 
 
+async def test_an_honest_server_whose_commit_was_late_does_not_begin_anew(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """It is asked again while it still activates what a liar meanwhile says otherwise of."""
+    job = make_job(update={"deadline_s": 1.0})
+    async with running_world(redis, tmp_path / "run", job=job, servers=0) as world:
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        late = await world.add_server("rollout-0", hangs_in_commit=True, samples=False)
+        await until(lambda: world.hanging_commits == 1)
+        late.activating, late.hangs_in_commit = 0, False
+        liar = await world.add_server("rollout-1", lies=True, checksum=OTHER, samples=False)
+        await until(lambda: liar.version == 0)
+        seen = late.num_polls
+        await until(lambda: late.num_polls > seen)
+        late.activating, late.version = None, 0
+        await until(lambda: conductor.parts.publisher.serving(0) == ["rollout-0"])
+        assert late.restarts == 0
+        await end(running)
+        await conductor.close("cancelled")
+
+
+async def test_a_server_that_has_loaded_anew_is_believed_although_its_answer_was_lost(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """It was wrong the first time, and is right now."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        first = await world.add_server("rollout-0", checksum=OTHER, samples=False)
+        await until(lambda: first.version == 0)
+        await world.add_server("rollout-1", samples=False)
+        await until(lambda: first.restarts == 1)
+        first.checksum, first.lose_answers = PUBLISHED, 2
+        await until(lambda: conductor.parts.publisher.serving(0) == ["rollout-0", "rollout-1"])
+        assert first.restarts == 1
+        assert first.lose_answers == 0
+        await end(running)
+        await conductor.close("cancelled")
+
+
+@pytest.mark.parametrize("answer", [(200, "{}"), (200, "{"), (409, '{"detail": [{"loc": 3}]}')])
+async def test_a_server_whose_answers_mean_nothing_holds_up_no_other(
+    redis: Redis, tmp_path: Path, answer: tuple[int, str]
+) -> None:
+    """Not even as the first one: that says nothing of the version."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        conductor = world.conductor()
+        running = asyncio.create_task(conductor.run())
+        await until(lambda: conductor.parts.publisher.current == 0)
+        await world.add_server("rollout-0", garbles=answer, samples=False)
+        await until(lambda: len(world.events("update_failed")) == 1)
+        await world.add_server("rollout-1", samples=False)
+        await until(lambda: conductor.parts.publisher.serving(0) == ["rollout-1"])
+        assert not running.done()
+        await end(running)
+        await conductor.close("cancelled")
+
+
 async def test_a_server_has_one_deadline_for_all_of_an_update(redis: Redis, tmp_path: Path) -> None:
     """What it takes to stage is not there for its commit; whoever waits for its turn loses none."""
     job = make_job(update={"deadline_s": 3.0})

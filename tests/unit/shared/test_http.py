@@ -43,6 +43,41 @@ async def test_other_answers_are_bytes_or_none():
         assert await client.get("http://a/empty") is None
 
 
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 10**6, b"1" * 5000])
+async def test_json_that_is_none_is_an_error(body: bytes) -> None:
+    kind = {"content-type": "application/json"}
+    client, _ = answering(httpx.Response(200, content=body, headers=kind))
+    async with client:
+        with pytest.raises(HttpFailed, match="GET http://a/v1: 200: no JSON"):
+            await client.get("http://a/v1")
+
+
+async def test_an_answer_that_cannot_be_unpacked_is_an_error() -> None:
+    def handle(_: httpx.Request) -> httpx.Response:
+        kind = {"content-encoding": "gzip"}
+        return httpx.Response(200, stream=httpx.ByteStream(b"no gzip"), headers=kind)
+
+    client = HttpClient(transport=httpx.MockTransport(handle))
+    async with client:
+        with pytest.raises(HttpFailed, match="DecodingError"):
+            await client.get("http://a/v1")
+
+
+@pytest.mark.parametrize("url", ["http://a:b/v1", "http://[::1/v1"])
+async def test_an_address_that_is_none_is_an_error(url: str) -> None:
+    client, _ = answering()
+    async with client:
+        with pytest.raises(HttpFailed, match="no answer"):
+            await client.get(url)
+
+
+async def test_an_error_of_any_form_is_told() -> None:
+    client, _ = answering(httpx.Response(409, content=b"[" * 2**16))
+    async with client:
+        with pytest.raises(HttpFailed, match="GET http://a/v1: 409"):
+            await client.get("http://a/v1")
+
+
 async def test_error_names_method_url_status_and_body():
     client, seen = answering(httpx.Response(409, text="version 3 is in flight"))
     async with client:

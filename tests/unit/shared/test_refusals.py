@@ -20,6 +20,7 @@ from shared.refusals import fault, sentences
             ["a: unknown (allowed: b, c)"],
         ),
         ([{"loc": ["body", "x", 0], "msg": "no number"}], ["x.0: no number"]),
+        ([{"loc": 3, "msg": "no number"}], ["no number"]),
         (["one", "two"], ["one", "two"]),
     ],
 )

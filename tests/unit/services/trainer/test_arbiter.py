@@ -3,9 +3,10 @@ from pathlib import Path
 import pytest
 
 from services.trainer.arbiter import Arbiter, Undecided
+from services.trainer.keeper import LeftForPause
 from services.trainer.ranks import RanksLost
 from services.trainer.versions import VersionStore
-from shared.errors import RemoteError
+from shared.errors import RemoteError, TandemError
 from tests.unit.services.trainer.test_versions import publish, tidy
 
 WORD, OTHER = "1" * 32, "2" * 32
@@ -56,14 +57,18 @@ async def test_who_said_otherwise_never_served_the_version(tmp_path: Path) -> No
     assert store.expected(0) is None
 
 
-async def test_ranks_that_are_lost_are_asked_again_and_those_that_cannot_say_are_not(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    "err", [RemoteError("WeightsCorrupt", "w is not what was written"), RanksLost("killed again")]
+)
+async def test_ranks_that_cannot_say_or_die_of_it_are_not_asked_again(
+    tmp_path: Path, err: TandemError
 ) -> None:
+    """`RanksLost` comes once several sets of ranks were lost; a pause speaks against nothing."""
     store = VersionStore(tmp_path)
     publish(store, 0)
-    ranks = Ranks(RanksLost("killed"), RemoteError("WeightsCorrupt", "w is not what was written"))
+    ranks = Ranks(LeftForPause(), err)
     arbiter = Arbiter(store, ranks.digest)
-    for error in ("killed", "w is not what was written", "w is not what was written"):
+    for error in ("paused on request", str(err), str(err)):
         with pytest.raises(Undecided, match=f"version 0 cannot be digested: .*{error}"):
             await arbiter.word(0)
     assert ranks.answers == []

@@ -76,13 +76,24 @@ async def test_staging_that_does_not_end_is_given_up_with_its_progress() -> None
 
 async def test_commit_of_another_version_is_none() -> None:
     update = transaction(lambda _: (200, RESULT | {"version": 2}))
-    with pytest.raises(UpdateFailed, match="commit of 3 was answered for version 2"):
+    with pytest.raises(UpdateFailed, match="commit of 3 was answered for version 2") as failed:
         await update.commit(3, CommitUpdate())
+    assert not is_refusal(failed.value)
     right = transaction(lambda _: (200, RESULT | {"version": 3}))
     assert (await right.commit(3, CommitUpdate())).pause_s == 0.1
 
 
-@pytest.mark.parametrize("body", [[], "text", None, {"version": "x"}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        "text",
+        None,
+        {"version": "x"},
+        status("staged", pulled_bytes=-1),
+        status("staged", rebuilt_shards=2**63),
+    ],
+)
 async def test_answer_that_means_nothing_is_a_failed_update(body: object) -> None:
     with pytest.raises(UpdateFailed, match="not an answer of a rollout server"):
         await transaction(lambda _: (200, body)).stage(BEGIN)
@@ -143,10 +154,11 @@ def test_a_server_that_departed_waits_longer_until_somebody_confirms_it() -> Non
 
 def test_the_first_word_of_what_is_not_loaded_anew_counts() -> None:
     one = server()
-    assert one.note_said(3, "a", loaded=False) == "a"
-    assert one.note_said(3, "b", loaded=False) == "a"
-    assert one.note_said(4, "b", loaded=False) == "b"
-    assert one.note_said(4, "c", loaded=True) == "c"
+    assert one.note_said(3, "a") == "a"
+    assert one.note_said(3, "b") == "a"
+    assert one.note_said(4, "b") == "b"
+    one.said = None  # it loads
+    assert one.note_said(4, "c") == "c"
 
 
 def test_refusals_are_counted_by_version() -> None:
