@@ -362,6 +362,8 @@ class FakeServer:
                     await self._register()
                     raise HTTPException(412, f"{self.checksum}, expected was {expected}")
                 return self._result(version)
+            if version not in self.staged:
+                raise HTTPException(404, f"version {version} is not being updated to")
             await self._overlap(version)
             if self.fail_commits or version in self.refuses:
                 self.fail_commits = max(0, self.fail_commits - 1)
