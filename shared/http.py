@@ -157,7 +157,8 @@ class HttpClient:
         try:
             return _decoded(answer)
         except (ValueError, RecursionError) as err:
-            raise HttpFailed(method, url, answer.status_code, f"no JSON: {err}") from err
+            why = "nested too deeply" if isinstance(err, RecursionError) else err
+            raise HttpFailed(method, url, answer.status_code, f"no JSON: {why}") from err
 
 
 def _decoded(answer: httpx.Response) -> Any:

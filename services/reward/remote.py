@@ -80,8 +80,6 @@ class RemoteGrader:
                 return self._errors(pairs, self._failed(f"no list of outcomes: {fault(err)}"))
             except (HttpFailed, ValueError) as err:
                 return self._errors(pairs, self._failed(str(err)))
-            except RecursionError:  # of the JSON reader
-                return self._errors(pairs, self._failed("gave JSON that is nested too deeply"))
             except TimeoutError:
                 within = f"gave no answer within {self._config.deadline_s:g} s"
                 return self._errors(pairs, self._failed(within))
