@@ -70,6 +70,7 @@ class FakeServer:
     keeps_rebuilt_prefixes: bool = False  # those of a state that was stale
     holds_next_score: bool = False  # until it is cut short
     cuts_early: bool = False  # calls that its scheduler does not have yet
+    cuts_queued: bool = False  # calls that wait in its scheduler's queue
     hangs_in_abort: bool = False
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     is_next_late: bool = False  # the next call reaches the server when it is paused
@@ -369,6 +370,8 @@ class FakeServer:
         sampling = body["sampling_params"][0] | {"max_new_tokens": 1}
         answer = self._answer(body["input_ids"][0], sampling, body)
         answer["meta_info"]["finish_reason"] = {"type": "abort"}
+        if self.cuts_queued:
+            answer["meta_info"].pop("routed_experts", None)
         return answer
 
     async def _until_cut(self, body: dict[str, Any]) -> Any:

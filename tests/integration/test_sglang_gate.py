@@ -125,6 +125,24 @@ async def test_a_call_that_is_cut_short_before_the_scheduler_has_it_is_made_agai
         assert one.version_spans == [(new, 4)]
 
 
+async def test_what_is_cut_short_in_the_servers_queue_is_sampled_anew(tmp_path: Path) -> None:
+    """SGLang tells no routes of it, even where it tells tokens."""
+    async with attached(FakeServer(cuts_queued=True), tmp_path) as world:
+        world.engine.spec = replace(world.engine.spec, record_experts=True)
+        await world.activate(OLD)
+        world.fake.endless = frozenset({0})
+        running = asyncio.create_task(world.engine.generate(replace(REQUEST, with_routes=True)))
+        await until_running(world, 1)
+        await world.engine.pause()
+        world.fake.endless = frozenset()
+        new = await world.activate(NEW)
+        world.engine.go_on()
+        (one,) = await asyncio.wait_for(running, 60)
+        assert one.version_spans == [(new, 4)]
+        assert one.routes is not None
+        assert one.routes.num_tokens == len(PROBE[0]) + 3
+
+
 async def test_what_runs_is_cut_short_before_the_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

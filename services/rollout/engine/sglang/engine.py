@@ -32,6 +32,7 @@ from services.rollout.engine.sglang.generation import (
     score_body,
     scores_of,
     single_bodies,
+    was_queued,
 )
 from services.rollout.engine.sglang.routes import Tables, joined, routes_of
 from services.rollout.engine.sglang.server import Server
@@ -261,6 +262,9 @@ class SGLangEngine:
         with self._under_way(call_id, sequences):
             answers = await self._answers(body, call_id, asked, enough=enough)
             for index, answer in answers.items():
+                if has_routes(body) and was_queued(answer):
+                    asked.note_cut(answer)
+                    continue
                 one, asking = sequences[index], body["sampling_params"][index]
                 num_tokens += self._extend(one, answer, asked, asking, policy_version=version)
         self.tokens_sampled += num_tokens

@@ -157,6 +157,17 @@ def has_routes(body: dict[str, Any]) -> bool:
     return bool(body["return_routed_experts"] or body["return_indexer_topk"])
 
 
+def was_queued(answer: dict[str, Any]) -> bool:
+    """Whether a call with routes was cut short in the server's queue, new or put back there.
+
+    SGLang tells no routes then, though it may tell tokens (0.5.17,
+    `TokenizerManager._handle_abort_req`): nothing of it can be replayed.
+    """
+    meta = answer["meta_info"]
+    tells_routes = meta.get("routed_experts") or meta.get("indexer_topk")
+    return not tells_routes and (meta.get("finish_reason") or {}).get("type") == "abort"
+
+
 def _sampling(request: GroupRequest, sequence: Sequence, max_new_tokens: int) -> dict[str, Any]:
     sampling = request.sampling
     key = sample_key(request.seed, request.prompt_index, sequence.sample)
