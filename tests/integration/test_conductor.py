@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.disk import Unwritable
 from services.trainer.entries import Group, Step
 from services.trainer.pausing import JobPaused
 from services.trainer.preflight.findings import PreflightRefused
@@ -387,6 +388,32 @@ async def test_ranks_that_cannot_read_what_they_published_settle_nothing(
             assert failed["server"] == "rollout-1"
             assert f"expected was {OTHER}" in failed["error"]
             assert "version 0 cannot be digested: WeightsCorrupt: w is not" in failed["error"]
+
+
+async def test_a_full_disk_under_what_the_ranks_say_pauses_the_job(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """With space again it is asked for, and kept."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        conductor = world.conductor()
+        running, store = asyncio.create_task(conductor.run()), conductor.parts.store
+        first = await world.add_server("rollout-0", checksum=OTHER, samples=False)
+        await until(lambda: first.version == 0)
+        scratch = store.path(0) / "published.tmp"
+        scratch.symlink_to("/dev/full")
+        await world.add_server("rollout-1", samples=False)
+        with pytest.raises(Unwritable, match=r"published\.txt cannot be written: .* bytes are"):
+            await asyncio.wait_for(running, 20)
+        await conductor.close("paused", saves=False)
+        scratch.unlink()
+
+        again = world.conductor()
+        running = asyncio.create_task(again.run())
+        await until(lambda: again.parts.publisher.serving(0) == ["rollout-1"])
+        assert again.parts.store.settled(0) == PUBLISHED
+        await end(running)
+        await again.close("cancelled")
+        assert world.digested == [0, 0]
 
 
 async def test_a_job_goes_on_beside_a_server_that_lies_about_every_version(

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from services.trainer.arbiter import Arbiter, Undecided
+from services.trainer.disk import Unwritable
 from services.trainer.keeper import LeftForPause
 from services.trainer.ranks import RanksLost
 from services.trainer.versions import VersionStore
@@ -73,3 +74,19 @@ async def test_ranks_that_cannot_say_or_die_of_it_are_not_asked_again(
             await arbiter.word(0)
     assert ranks.answers == []
     assert store.settled(0) is None
+
+
+async def test_a_full_disk_is_left_to_the_job_and_the_version_is_asked_for_again(
+    tmp_path: Path,
+) -> None:
+    store = VersionStore(tmp_path)
+    for version in range(3):
+        publish(store, version)
+    tidy(store, {2}, keep_last=50)
+    scratch = store.path(1) / "shard-00000.tmp"
+    scratch.symlink_to("/dev/full")
+    arbiter = Arbiter(store, Ranks(WORD).digest)
+    with pytest.raises(Unwritable, match="v00000001 cannot be written"):
+        await arbiter.word(1)
+    scratch.unlink()
+    assert await arbiter.word(1) == WORD
