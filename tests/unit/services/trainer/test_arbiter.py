@@ -1,3 +1,5 @@
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from services.trainer.keeper import LeftForPause
 from services.trainer.ranks import RanksLost
 from services.trainer.versions import VersionStore
 from shared.errors import RemoteError, TandemError
+from shared.tasks import end
 from tests.unit.services.trainer.test_versions import publish, tidy
 
 WORD, OTHER = "1" * 32, "2" * 32
@@ -90,3 +93,29 @@ async def test_a_full_disk_is_left_to_the_job_and_the_version_is_asked_for_again
         await arbiter.word(1)
     scratch.unlink()
     assert await arbiter.word(1) == WORD
+
+
+async def test_what_is_lent_to_somebody_who_is_gone_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that rebuilds a version goes on though nobody waits for it."""
+    store = VersionStore(tmp_path)
+    for version in range(3):
+        publish(store, version)
+    tidy(store, {2}, keep_last=50)
+    begun, go_on, restore = threading.Event(), threading.Event(), store.restore
+
+    def restore_later(version: int) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        restore(version)
+
+    monkeypatch.setattr(store, "restore", restore_later)
+    asking = asyncio.create_task(Arbiter(store, Ranks().digest).word(1))
+    assert await asyncio.to_thread(begun.wait, 10)
+    await end(asking)
+    assert tidy(store, {2}, keep_last=1) == []  # it is being read
+    go_on.set()
+    async with asyncio.timeout(10):
+        while tidy(store, {2}, keep_last=1) != [0, 1]:  # noqa: ASYNC110  nobody is woken
+            await asyncio.sleep(0.01)
