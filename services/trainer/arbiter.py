@@ -8,6 +8,7 @@ from pathlib import Path
 
 import structlog
 
+from services.trainer.disk import Unwritable
 from services.trainer.pausing import JobPaused
 from services.trainer.versions import VersionStore
 from shared.errors import TandemError
@@ -28,7 +29,8 @@ class Arbiter:
         self._in_vain: dict[int, str] = {}  # versions that give no answer, and why
 
     async def word(self, version: int) -> str:
-        """The effective checksum of what was published; `Undecided` if it cannot be had.
+        """The effective checksum of what was published; `Undecided` if it cannot be had, and
+        `Unwritable` where a full disk is why.
 
         It may take as long as the ranks are at something else.
         """
@@ -39,6 +41,8 @@ class Arbiter:
                 raise Undecided(self._in_vain[version])
             try:
                 word = await self._ask(version)
+            except Unwritable:
+                raise
             except (TandemError, ValueError) as err:
                 text = f"what was published as version {version} cannot be digested: {err}"
                 if not isinstance(err, JobPaused):  # new ranks were asked often enough
@@ -49,8 +53,17 @@ class Arbiter:
             return word
 
     async def _ask(self, version: int) -> str:
-        lent = await asyncio.to_thread(self._store.lend, [version])
+        lending = asyncio.create_task(asyncio.to_thread(self._store.lend, [version]))
+        try:
+            lent = await asyncio.shield(lending)
+        except asyncio.CancelledError:  # its thread goes on, and lends
+            lending.add_done_callback(self._take_back)
+            raise
         try:
             return await self._digest(lent[version])
         finally:
             self._store.take_back(lent)
+
+    def _take_back(self, lending: asyncio.Task[dict[int, Path]]) -> None:
+        if not lending.cancelled() and lending.exception() is None:
+            self._store.take_back(lending.result())

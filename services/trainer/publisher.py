@@ -89,6 +89,7 @@ class Publisher:
         self._fanout = Fanout(shards_url, max_sends=update.max_sends)
         self._servers: dict[str, Server] = {}
         self._troubles: dict[str, Replica] = {}  # servers without an engine
+        self.tidying = asyncio.Lock()  # who makes an older version a target finds it under this
         self._wake = asyncio.Event()
         self._moved = asyncio.Event()
         self._delivery = Delivery(
@@ -308,14 +309,18 @@ class Publisher:
         """Versions that are current, held, or being read by a server stay whole."""
         if self.current is None:
             return
-        targets = {self.current, self.target, *self._holds().values()}
-        targets |= set(self._needed_versions())
-        targets |= {one.updating_to for one in self._servers.values() if one.is_updating}
-        needed = {one for one in targets if one is not None}
         update = self._update
-        gone = await asyncio.to_thread(
-            self._store.tidy, needed, keep_last=update.keep_versions, keep_bytes=update.keep_bytes
-        )
+        async with self.tidying:
+            targets = {self.current, self.target, *self._holds().values()}
+            targets |= set(self._needed_versions())
+            targets |= {one.updating_to for one in self._servers.values() if one.is_updating}
+            needed = {one for one in targets if one is not None}
+            gone = await asyncio.to_thread(
+                self._store.tidy,
+                needed,
+                keep_last=update.keep_versions,
+                keep_bytes=update.keep_bytes,
+            )
         self._fanout.keep_only(needed)
         if self._canary:
             self._canary.keep_only(needed)

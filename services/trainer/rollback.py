@@ -86,12 +86,13 @@ class Rollback:
                 await self._serve(None)
                 self._note("rollback_ended", served)
             return
-        # One above it is only being exported: it has no probe yet, and publishing it ends nothing.
-        kept = [one for one in self._store.versions() if current is None or one <= current]
-        if version not in kept:
-            raise LookupError(f"version {version} is not kept; kept are {kept}")
-        await asyncio.to_thread(self._store.check, version)
-        await self._serve(version)
+        async with self._publisher.tidying:  # what is found is not deleted before it is a target
+            # One above it is only being exported: it has no probe yet, publishing it ends nothing.
+            kept = [one for one in self._store.versions() if current is None or one <= current]
+            if version not in kept:
+                raise LookupError(f"version {version} is not kept; kept are {kept}")
+            await asyncio.to_thread(self._store.check, version)
+            await self._serve(version)
         self._note("rollback_started", version)
 
     async def _serve(self, target: int | None) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.trainer.disk import writing
 from shared.errors import WeightsCorrupt
 from shared.weights.kept import CHANGES_ONLY, VersionFolders
 from shared.weights.manifest import MANIFEST_FILE, Manifest, delta_file, shard_file
@@ -121,7 +122,8 @@ class VersionStore(VersionFolders):
     def restore(self, version: int) -> None:
         """Have the shards of a finished version again.
 
-        WeightsCorrupt if they come out otherwise, or names the file that is missing.
+        WeightsCorrupt if they come out otherwise, or names the file that is missing; `Unwritable`
+        if the disk has no room for them.
 
         Blocking: reads the whole version that it is based on, and all changes since.
         """
@@ -130,7 +132,8 @@ class VersionStore(VersionFolders):
             chain = self.chain(version)
             for one in reversed(chain):
                 try:
-                    self._rebuild(one)
+                    with writing(self.path(one)):
+                        self._rebuild(one)
                 except OSError as err:
                     raise WeightsCorrupt(f"version {one} cannot be rebuilt: {err}") from err
             for one in chain:
@@ -141,7 +144,7 @@ class VersionStore(VersionFolders):
     def lend(self, versions: Iterable[int]) -> dict[int, Path]:
         """The versions' directories, whole until `take_back` is called with the same versions.
 
-        WeightsCorrupt as `restore` raises it, and then nothing is lent. Blocking, as that is.
+        Raises what `restore` raises, and then nothing is lent. Blocking, as that is.
         """
         lent = set(versions)
         with self._lock:
@@ -227,7 +230,7 @@ class VersionStore(VersionFolders):
         gone = [index for index, target in enumerate(targets) if not target.exists()]
         for index, shard in self._rebuilt(manifest, gone, self._root):
             scratch = targets[index].with_suffix(".tmp")
-            shard.tofile(scratch)
+            scratch.write_bytes(shard.data)  # numpy's own `tofile` does not say that a disk is full
             scratch.rename(targets[index])
 
     def _keep_changes_only(self, version: int) -> None:
@@ -252,8 +255,9 @@ class VersionStore(VersionFolders):
     def _keep(self, version: int, name: str, text: str) -> None:
         path = self.path(version) / name
         scratch = path.with_suffix(".tmp")
-        scratch.write_text(text)
-        scratch.replace(path)
+        with writing(path):
+            scratch.write_text(text)
+            scratch.replace(path)
 
 
 def restore_version(folder: Path) -> None:

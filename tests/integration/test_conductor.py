@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.trainer.books import BOOKS_FILE, Books
+from services.trainer.disk import Unwritable
 from services.trainer.entries import Group, Step
 from services.trainer.pausing import JobPaused
 from services.trainer.preflight.findings import PreflightRefused
@@ -389,6 +391,32 @@ async def test_ranks_that_cannot_read_what_they_published_settle_nothing(
             assert "version 0 cannot be digested: WeightsCorrupt: w is not" in failed["error"]
 
 
+async def test_a_full_disk_under_what_the_ranks_say_pauses_the_job(
+    redis: Redis, tmp_path: Path
+) -> None:
+    """With space again it is asked for, and kept."""
+    async with running_world(redis, tmp_path / "run", job=make_job(), servers=0) as world:
+        conductor = world.conductor()
+        running, store = asyncio.create_task(conductor.run()), conductor.parts.store
+        first = await world.add_server("rollout-0", checksum=OTHER, samples=False)
+        await until(lambda: first.version == 0)
+        scratch = store.path(0) / "published.tmp"
+        scratch.symlink_to("/dev/full")
+        await world.add_server("rollout-1", samples=False)
+        with pytest.raises(Unwritable, match=r"published\.txt cannot be written: .* bytes are"):
+            await asyncio.wait_for(running, 20)
+        await conductor.close("paused", saves=False)
+        scratch.unlink()
+
+        again = world.conductor()
+        running = asyncio.create_task(again.run())
+        await until(lambda: again.parts.publisher.serving(0) == ["rollout-1"])
+        assert again.parts.store.settled(0) == PUBLISHED
+        await end(running)
+        await again.close("cancelled")
+        assert world.digested == [0, 0]
+
+
 async def test_a_job_goes_on_beside_a_server_that_lies_about_every_version(
     redis: Redis, tmp_path: Path
 ) -> None:
@@ -728,6 +756,36 @@ async def test_rolled_back_job_serves_the_old_version_and_waits(
             assert event["policy_version"] == 2
             assert event["current_version"] >= current
         assert any(event["is_rollback"] for event in world.events("update_committed"))
+
+
+async def test_a_version_that_is_being_deleted_is_no_way_back(redis: Redis, tmp_path: Path) -> None:
+    """Nobody could serve it, and training would wait for good."""
+    begun, go_on = threading.Event(), threading.Event()
+    job = make_job(update={"keep_versions": 2})
+    async with running_world(redis, tmp_path / "run", job=job) as world:
+        world.gates[4] = asyncio.Event()
+        conductor = world.conductor()
+        rollback, tidy = conductor.parts.rollback, conductor.parts.store.tidy
+
+        def tidy_late(needed: set[int], **how: int) -> list[int]:
+            if needed == {3}:
+                begun.set()
+                assert go_on.wait(20)
+            return tidy(needed, **how)
+
+        conductor.parts.store.tidy = tidy_late  # type: ignore[method-assign]
+        running = asyncio.create_task(conductor.run())
+        await until(begun.is_set)
+        going = asyncio.create_task(rollback.to(1))
+        await asyncio.wait({going}, timeout=0.5)
+        go_on.set()
+        with pytest.raises(LookupError, match=r"version 1 is not kept; kept are \[2, 3\]"):
+            await going
+        assert not rollback.is_on
+        world.gates[4].set()
+        await asyncio.wait_for(running, 40)
+        await conductor.close("finished")
+        check_books(world).close()
 
 
 async def test_a_rollback_that_no_server_accepts_ends_and_training_goes_on(

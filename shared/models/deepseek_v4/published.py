@@ -41,8 +41,11 @@ def published_digests(
 
     names = list(names)
     threads = min(num_threads, _MOST_THREADS)
-    with ThreadPoolExecutor(threads, "digest", initializer=_exact_alone) as pool:
-        return dict(zip(names, pool.map(digest, names), strict=True))
+    try:
+        with ThreadPoolExecutor(threads, "digest", initializer=_exact_alone) as pool:
+            return dict(zip(names, pool.map(digest, names), strict=True))
+    finally:  # threads that torch meets later get the number that was last set in any
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def _exact_alone() -> None:

@@ -1,12 +1,16 @@
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from services.trainer.arbiter import Arbiter, Undecided
+from services.trainer.disk import Unwritable
 from services.trainer.keeper import LeftForPause
 from services.trainer.ranks import RanksLost
 from services.trainer.versions import VersionStore
 from shared.errors import RemoteError, TandemError
+from shared.tasks import end
 from tests.unit.services.trainer.test_versions import publish, tidy
 
 WORD, OTHER = "1" * 32, "2" * 32
@@ -73,3 +77,45 @@ async def test_ranks_that_cannot_say_or_die_of_it_are_not_asked_again(
             await arbiter.word(0)
     assert ranks.answers == []
     assert store.settled(0) is None
+
+
+async def test_a_full_disk_is_left_to_the_job_and_the_version_is_asked_for_again(
+    tmp_path: Path,
+) -> None:
+    store = VersionStore(tmp_path)
+    for version in range(3):
+        publish(store, version)
+    tidy(store, {2}, keep_last=50)
+    scratch = store.path(1) / "shard-00000.tmp"
+    scratch.symlink_to("/dev/full")
+    arbiter = Arbiter(store, Ranks(WORD).digest)
+    with pytest.raises(Unwritable, match="v00000001 cannot be written"):
+        await arbiter.word(1)
+    scratch.unlink()
+    assert await arbiter.word(1) == WORD
+
+
+async def test_what_is_lent_to_somebody_who_is_gone_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that rebuilds a version goes on though nobody waits for it."""
+    store = VersionStore(tmp_path)
+    for version in range(3):
+        publish(store, version)
+    tidy(store, {2}, keep_last=50)
+    begun, go_on, restore = threading.Event(), threading.Event(), store.restore
+
+    def restore_later(version: int) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        restore(version)
+
+    monkeypatch.setattr(store, "restore", restore_later)
+    asking = asyncio.create_task(Arbiter(store, Ranks().digest).word(1))
+    assert await asyncio.to_thread(begun.wait, 10)
+    await end(asking)
+    assert tidy(store, {2}, keep_last=1) == []  # it is being read
+    go_on.set()
+    async with asyncio.timeout(10):
+        while tidy(store, {2}, keep_last=1) != [0, 1]:  # noqa: ASYNC110  nobody is woken
+            await asyncio.sleep(0.01)

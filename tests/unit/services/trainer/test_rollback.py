@@ -1,5 +1,6 @@
 """What may be rolled back to while the next version is on its way."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,7 +27,9 @@ async def test_a_version_that_is_only_being_exported_is_no_way_back(tmp_path: Pa
 
     breaks: list[str] = []
 
-    publisher = SimpleNamespace(current=2, rolled_back_to=None, roll_back=roll_back)
+    publisher = SimpleNamespace(
+        current=2, rolled_back_to=None, roll_back=roll_back, tidying=asyncio.Lock()
+    )
     store = SimpleNamespace(versions=lambda: [1, 2, 3], check=lambda version: None)
     told: list[Event] = []
     record: Any = SimpleNamespace(note=told.append)

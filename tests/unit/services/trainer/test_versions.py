@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from services.trainer.convert.flat_files import read_extent, version_extents
+from services.trainer.disk import Unwritable
 from services.trainer.shard_writer import ShardWriter
-from services.trainer.versions import MAX_CHAIN, VersionStore
+from services.trainer.versions import MAX_CHAIN, PUBLISHED_FILE, VersionStore
 from shared.errors import WeightsCorrupt
 from shared.weights.kept import VersionFolders
 from shared.weights.manifest import (
@@ -182,6 +183,24 @@ def test_a_damaged_change_is_found_when_a_version_is_restored(tmp_path: Path) ->
     with pytest.raises(WeightsCorrupt):
         store.restore(2)
     assert not store.is_whole(2)
+
+
+def test_a_full_disk_is_told_by_its_place_and_speaks_against_no_version(tmp_path: Path) -> None:
+    store = kept_as_changes(tmp_path)
+    folder = store.path(2)
+    shard, word = folder / "shard-00000.tmp", folder / "published.tmp"
+    for scratch in (shard, word):
+        scratch.symlink_to("/dev/full")
+    full = r"cannot be written: .*No space left on device \([\d,]+ bytes are free there\)"
+    with pytest.raises(Unwritable, match=f"{folder} {full}"):
+        store.lend([3])
+    with pytest.raises(Unwritable, match=f"{folder / PUBLISHED_FILE} {full}"):
+        store.settle(2, "1" * 32)
+    assert store.settled(2) is None
+    shard.unlink()
+    store.restore(3)
+    assert store.is_whole(3)
+    assert tidy(store, {4}, keep_last=1) == [0, 1, 2, 3]  # nothing stayed lent
 
 
 def test_a_file_that_goes_while_sizes_are_taken_is_no_failure(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """One checksum, whoever digests: an engine's walk, threads, parts that are put together."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,26 @@ def test_parts_and_threads_come_to_what_an_engine_holds(num_threads: int) -> Non
         assert effective_checksum(changed) != checksum
         del changed[name]
         assert effective_checksum(changed) != checksum
+
+
+def test_threads_that_start_later_compute_as_if_nothing_had_been_digested() -> None:
+    """Also after a weight that is not there."""
+    arch, stored = Architecture.load(RELEASE), load_release(RELEASE)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        published_digests(stored, published_names(arch)[:3], num_threads=2)
+        assert threads_of_a_later_one() == 3
+        with pytest.raises(KeyError):
+            published_digests(stored, ["gone.weight"])
+        assert threads_of_a_later_one() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_of_a_later_one() -> int:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.get_num_threads).result()
 
 
 def test_values_too_small_for_a_normal_number_are_digested_as_they_are() -> None:
