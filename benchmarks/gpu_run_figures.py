@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks.gpu_run import Run, fit, load, online, phase_rows, probes, values
 from benchmarks.gpu_timeline_figure import timeline_figure
 
+FRESH = 0.3  # mean lag of a step most of whose samples are of the version that it trains
 PUBLISHED = 0.09  # mean |delta log p| of the published experiment
 BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#f59e0b", "#059669", "#dc2626", "#64748b"
 COLOURS = (BLUE, ORANGE, GREEN, RED, "#7c3aed")
@@ -82,25 +83,16 @@ def _drift(axes: Axes, runs: Mapping[str, Run]) -> None:
 
 def _lag_and_probe(axes: Axes, runs: Mapping[str, Run]) -> None:
     for (name, run), colour in zip(runs.items(), COLOURS, strict=False):
-        probed = probes(run)
-        steps = online(run)
-        at = values(probed, "policy_version") - steps[0]["step"] + 1
-        axes.plot(
-            at, values(probed, "probe_mean_abs_delta"), color=colour, label=f"{name}, probe of step"
-        )
-        axes.scatter(
-            np.arange(1, len(steps) + 1),
-            values(steps, "delta_logprob_mean"),
-            c=values(steps, "lag_mean"),
-            s=14,
-            cmap="viridis",
-            vmin=0,
-            vmax=1,
-            zorder=3,
-        )
-    axes.scatter([], [], c=GREY, s=14, label="mean of the step; violet: no lag, yellow: lag 1")
-    axes.set(xlabel="GRPO step", ylabel="mean |Δ log p|", ylim=(0, 0.02))
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+        probed, steps = probes(run), online(run)
+        begins = steps[0]["step"]
+        at = values(probed, "policy_version") - begins + 1
+        axes.semilogy(at, values(probed, "probe_mean_abs_delta"), color=colour, label=name)
+        fresh = [one for one in steps if one["lag_mean"] < FRESH]
+        mean = values(fresh, "delta_logprob_mean")
+        axes.scatter(values(fresh, "step") - begins + 1, mean, color=colour, s=14, zorder=3)
+    axes.scatter([], [], c=GREY, s=14, label=f"samples of a step with mean lag below {FRESH}")
+    axes.set(xlabel="GRPO step", ylabel="probe of the step's version", ylim=(1e-4, 0.3))
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
 
 
 def _reward(axes: Axes, runs: Mapping[str, Run]) -> None:
