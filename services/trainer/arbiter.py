@@ -53,17 +53,5 @@ class Arbiter:
             return word
 
     async def _ask(self, version: int) -> str:
-        lending = asyncio.create_task(asyncio.to_thread(self._store.lend, [version]))
-        try:
-            lent = await asyncio.shield(lending)
-        except asyncio.CancelledError:  # its thread goes on, and lends
-            lending.add_done_callback(self._take_back)
-            raise
-        try:
+        async with self._store.lending([version]) as lent:
             return await self._digest(lent[version])
-        finally:
-            self._store.take_back(lent)
-
-    def _take_back(self, lending: asyncio.Task[dict[int, Path]]) -> None:
-        if not lending.cancelled() and lending.exception() is None:
-            self._store.take_back(lending.result())

@@ -6,6 +6,7 @@ changes; one that is gone leaves its samples out.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -66,27 +67,22 @@ class DriftAttribution:
         ValueError where the ranks cannot say, `NothingToAttribute` without a sample of a version
         that can be had; WeightsCorrupt where one cannot be rebuilt.
         """
-        chosen = Climbers([], {})
+        samples: list[TrainingSample] = []
 
         async def choose(step: int) -> Climbers:
-            nonlocal chosen
-            self._store.take_back(chosen.folders)  # of ranks that were lost
-            chosen = Climbers([], {})
-            chosen = await asyncio.to_thread(self._choose, batch, held(step))
-            return chosen
+            nonlocal samples
+            await lent.aclose()  # to ranks that were lost
+            version = held(step)
+            samples = await asyncio.to_thread(self._usable, batch, version)
+            others = {one for sample in samples for one in _versions(sample)} - {version}
+            folders = await lent.enter_async_context(self._store.lending(others))
+            return Climbers(samples, folders)
 
-        try:
+        async with AsyncExitStack() as lent:
             ladder = await self._keeper.climb(choose, temperature=batch.temperature)
-        finally:
-            self._store.take_back(chosen.folders)
-        sampler = np.concatenate([one.sampler_logprobs for one in chosen.samples])
+        sampler = np.concatenate([one.sampler_logprobs for one in samples])
         rungs = {name: np.array(values, np.float64) for name, values in ladder.items()}
         return attribute(sampler.astype(np.float64), rungs)
-
-    def _choose(self, batch: TrainingBatch, held: int) -> Climbers:
-        samples = self._usable(batch, held)
-        others = {version for one in samples for version in _versions(one)} - {held}
-        return Climbers(samples, self._store.lend(others))
 
     def _usable(self, batch: TrainingBatch, held: int) -> list[TrainingSample]:
         """The first samples whose versions can all be had."""

@@ -10,11 +10,12 @@ The last versions can be served again. Those that nobody needs now are kept as c
 most MAX_CHAIN of them on one whole version; what a kept version is rebuilt from is kept with it.
 """
 
+import asyncio
 import contextlib
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,6 +158,24 @@ class VersionStore(VersionFolders):
             self.take_back(lent)
             raise
         return {version: self.path(version) for version in lent}
+
+    @contextlib.asynccontextmanager
+    async def lending(self, versions: Iterable[int]) -> AsyncIterator[dict[int, Path]]:
+        """`lend`, in a thread, and `take_back`: also where nobody waits for the thread any more."""
+        task = asyncio.create_task(asyncio.to_thread(self.lend, versions))
+        try:
+            lent = await asyncio.shield(task)
+        except asyncio.CancelledError:  # the thread goes on, and lends
+            task.add_done_callback(self._take_back_of)
+            raise
+        try:
+            yield lent
+        finally:
+            self.take_back(lent)
+
+    def _take_back_of(self, task: asyncio.Task[dict[int, Path]]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.take_back(task.result())
 
     def take_back(self, versions: Iterable[int]) -> None:
         with self._lock:

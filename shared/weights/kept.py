@@ -108,7 +108,8 @@ class VersionFolders:
             except FileNotFoundError:
                 gone.append(index)
         for index, shard in self._rebuilt(manifest, gone, scratch):
-            shard.tofile(folder / shard_file(index))
+            # numpy's own `tofile` does not say that a disk is full
+            (folder / shard_file(index)).write_bytes(shard.data)
         shutil.copyfile(path / MANIFEST_FILE, folder / MANIFEST_FILE)
         return folder
 

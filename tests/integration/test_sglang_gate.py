@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engine.requests import GroupRequest
+from services.rollout.engine.requests import Completion, GroupRequest
 from services.rollout.engine.sglang import engine as gate
 from services.rollout.engine.sglang.client import ServerRefused
 from shared.errors import DeadlineExceeded, Retryable
@@ -25,6 +25,19 @@ async def until_running(world: Attached, num: int) -> None:
     async with asyncio.timeout(20):
         while world.fake.running < num:  # noqa: ASYNC110  the server's count
             await asyncio.sleep(0.01)
+
+
+async def sampled_over_an_update(world: Attached, request: GroupRequest) -> tuple[Completion, int]:
+    """What it runs is cut short by an update to this version, and goes on after it."""
+    world.fake.endless = frozenset({0})
+    running = asyncio.create_task(world.engine.generate(request))
+    await until_running(world, 1)
+    await world.engine.pause()
+    world.fake.endless = frozenset()
+    new = await world.activate(NEW)
+    world.engine.go_on()
+    (one,) = await asyncio.wait_for(running, 60)
+    return one, new
 
 
 async def test_a_call_that_reached_the_server_after_the_pause_comes_home(tmp_path: Path) -> None:
@@ -114,14 +127,7 @@ async def test_a_call_that_is_cut_short_before_the_scheduler_has_it_is_made_agai
         FakeServer(cuts_early=True), tmp_path, stream_interval=stream_interval
     ) as world:
         await world.activate(OLD)
-        world.fake.endless = frozenset({0})
-        running = asyncio.create_task(world.engine.generate(REQUEST))
-        await until_running(world, 1)
-        await world.engine.pause()
-        world.fake.endless = frozenset()
-        new = await world.activate(NEW)
-        world.engine.go_on()
-        (one,) = await asyncio.wait_for(running, 60)
+        one, new = await sampled_over_an_update(world, REQUEST)
         assert one.version_spans == [(new, 4)]
 
 
@@ -130,14 +136,7 @@ async def test_what_is_cut_short_in_the_servers_queue_is_sampled_anew(tmp_path: 
     async with attached(FakeServer(cuts_queued=True), tmp_path) as world:
         world.engine.spec = replace(world.engine.spec, record_experts=True)
         await world.activate(OLD)
-        world.fake.endless = frozenset({0})
-        running = asyncio.create_task(world.engine.generate(replace(REQUEST, with_routes=True)))
-        await until_running(world, 1)
-        await world.engine.pause()
-        world.fake.endless = frozenset()
-        new = await world.activate(NEW)
-        world.engine.go_on()
-        (one,) = await asyncio.wait_for(running, 60)
+        one, new = await sampled_over_an_update(world, replace(REQUEST, with_routes=True))
         assert one.version_spans == [(new, 4)]
         assert one.routes is not None
         assert one.routes.num_tokens == len(PROBE[0]) + 3

@@ -91,7 +91,8 @@ def receive_version(folder: Path, group: GroupTransfer) -> None:
         raw = data.numpy()
         check_bytes(shard, xxhash.xxh3_128_hexdigest(raw.data))
         target = folder / shard_file(shard.index)
-        raw.tofile(target.with_suffix(".tmp"))
+        # numpy's own `tofile` does not say that a disk is full
+        target.with_suffix(".tmp").write_bytes(raw.data)
         target.with_suffix(".tmp").rename(target)
 
     receive_shards(group, manifest, write)
